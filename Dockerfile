@@ -10,7 +10,7 @@
 # The token is random and printed at start; set your own with -e JUPYTER_TOKEN=...
 #
 # Build arguments: PIP_ARGS adds pip options (without a GPU, the CPU build of torch is a tenth of the download: see
-# README.md), UID gives the user in the container your own id, for folders that you mount (default 1000), BASE is any
+# docs/INSTALL.md), UID gives the user in the container your own id, for folders that you mount (default 1000), BASE is any
 # Debian image with Python 3.11 or later and its venv module. Built for real by tests/container/check.sh.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}

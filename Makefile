@@ -16,7 +16,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help lab course slides book test test-all test-elsewhere drills notebooks constraints clean moved
+.PHONY: help lab course slides book test test-all drills notebooks constraints clean moved
 
 help:
 	@echo "make lab     JupyterLab on your own copies of the notebooks, in my/ (START=03 opens that one,"
@@ -24,7 +24,6 @@ help:
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
 	@echo "make test    lint, the quick tests, and every notebook with smoke runs in place of its experiments: some 30 minutes"
 	@echo "make test-all  lint, then every test and every notebook at full length: an hour and more"
-	@echo "make test-elsewhere  the same on another day, processor, user, place and speed (ARGS='small -- notebooks')"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
 	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"
 	@echo "make book    a static site of all notebooks, with their committed outputs, in build/book; needs no torch (in .venv-book)"
@@ -50,6 +49,8 @@ book: $(BOOK_READY)
 
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
 # tests/strict holds no test: it is named so that tests/conftest.py is read, while thousands of tests are not.
+# Strict outputs must be the same in another time zone and locale and with another instruction set than they were made in.
+OTHER_PLACE = TZ=Asia/Kathmandu LC_ALL=C ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 NOTEBOOKS = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270 -m notebook notebooks tests/strict
 QUICK = $(PY) -m pytest -m "not drill and not long and not quiet"
 QUIET = $(PY) -m pytest -m "quiet and not drill and not long"
@@ -68,7 +69,7 @@ test: $(READY)
 	@echo "== Tests that measure, one by one"
 	$(QUIET) tests $(ARGS) $(call LOOK_AGAIN,$(QUIET))
 	@echo "== Every notebook, in short, against its committed outputs, two at a time"
-	COURSE_SMOKE=1 $(NOTEBOOKS) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	COURSE_SMOKE=1 $(OTHER_PLACE) $(NOTEBOOKS) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(READY) $(BOOK_READY)
 	@echo "== Lint"
@@ -79,10 +80,6 @@ test-all: $(READY) $(BOOK_READY)
 	$(PY) -m pytest -m "drill or quiet" tests $(ARGS)
 	@echo "== Every notebook at full length against its committed outputs"
 	$(NOTEBOOKS) $(ARGS)
-
-test-elsewhere: $(READY)
-	@echo "== The tests on machines that are not this one: another day, place, processor, user and speed"
-	$(PY) tests/elsewhere $(ARGS)
 
 drills: $(READY)
 	@echo "== Whatever is killed, filled, corrupted, hung or interrupted: nothing is lost and nothing stays behind"

@@ -1,10 +1,10 @@
 """The pages of the book, as a folder of Markdown and notebooks for Sphinx.
 
-    index.md, run.md        README.md in two parts: the front page, and from "From a shell" on
+    index.md                README.md
     notebooks/              as committed, but figures are files, and a line says where the outputs came from
     map.md, claims.md       made from the notebooks
     GLOSSARY.md             with the sections in which each word is used
-    INSTRUCTOR.md, ...      as they are, and so is every other Markdown file that one of the pages links to
+    docs/, INSTRUCTOR.md    as they are, and so is every other Markdown file that one of the pages links to
     code/                   a page for every other file that one of them links to: links work without a network, too
 
 Pages lie where they lie in the repository, so links between them stay as they are written.
@@ -25,10 +25,12 @@ from urllib.parse import unquote
 import claim_table
 import glossary
 import notebook_map
-from reading import CODE_BLOCK, HEADING, Notebook, notebooks, plain, slug
+from reading import Notebook, notebooks, slug
 
+DOCS = ("INSTALL", "TROUBLESHOOTING", "COMMANDS", "TESTED", "CONTRIBUTING")
 NAMED = ("GLOSSARY.md", "labs/recipes/README.md", "labs/recipes/CLUSTER.md", "INSTRUCTOR.md")
-FRONT, RUN, RUN_BEGINS = "index.md", "run.md", "## From a shell"
+NAMED += tuple(f"docs/{name}.md" for name in DOCS)
+FRONT = "index.md"
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 LANGUAGES |= {".json": "json", ".jsonl": "json"}
 
@@ -53,10 +55,6 @@ class Book:
     def __init__(self, root: Path, source: Path, files: Path, repository: str = "") -> None:
         self.root, self.source, self.files, self.repository = root, source, files, repository.rstrip("/")
         self.notebooks = notebooks(root)
-        readme = (root / "README.md").read_text("utf-8")
-        front, begins, rest = readme.partition(f"\n{RUN_BEGINS}\n")
-        self.readme = {FRONT: front, RUN: f"# Install, run and mend\n{begins}{rest}"} if begins else {FRONT: front}
-        self.anchors = {slug(plain(h)): page for page, text in self.readme.items() for h in headings(text)}
         self.written: set[Path] = set()
         self.markdown_linked: set[Path] = set()
         self.code_linked: dict[Path, set[Path]] = defaultdict(set)
@@ -65,7 +63,8 @@ class Book:
         """Write all pages. BadLink names the page and the link that leads nowhere."""
         for notebook in self.notebooks:
             self._write(notebook.path, json.dumps(self.notebook(notebook)))
-        texts = {name: (self.root / name).read_text("utf-8") for name in NAMED} | self.readme
+        texts = {name: (self.root / name).read_text("utf-8") for name in NAMED}
+        texts[FRONT] = (self.root / "README.md").read_text("utf-8")
         texts["GLOSSARY.md"] = glossary.page(texts["GLOSSARY.md"], self.notebooks)
         texts["map.md"] = notebook_map.page(self.notebooks)
         texts["claims.md"] = claim_table.page(self.root / "labs/kit/claims.toml", self.notebooks)
@@ -87,7 +86,7 @@ class Book:
 
     def _path(self, address: str, page: Path) -> Path:
         """The file or folder that `page` calls by a relative address. BadLink if there is none."""
-        here = self.root / ("README.md" if page.name in self.readme else page)
+        here = self.root / ("README.md" if page == Path(FRONT) else page)
         path = Path(os.path.normpath(here.parent / unquote(address) if address else here))
         if not path.exists() or not path.is_relative_to(self.root):
             raise BadLink(f"{page}: the link {address!r} leads to nothing")
@@ -105,7 +104,7 @@ class Book:
             if not (self.root / path).exists():
                 return ""
         if path == Path("README.md"):
-            path = Path(self.anchors.get(anchor[1:], FRONT))
+            path = Path(FRONT)
         elif path.suffix == ".md" and str(path) not in NAMED:
             self.markdown_linked.add(path)
         elif path.suffix not in (".md", ".ipynb"):
@@ -192,7 +191,7 @@ class Book:
         chapters = [str(n.path.with_suffix("")) for n in self.notebooks]
         look_up = ["How the notebooks build on each other <map>", "Glossary <GLOSSARY>", "Claims on trial <claims>"]
         take = ["Recipes to take home <labs/recipes/README>", "Recipes on a cluster <labs/recipes/CLUSTER>"]
-        use = [*(["run"] if RUN in self.readme else []), "For instructors <INSTRUCTOR>"]
+        use = [*(f"docs/{name}" for name in DOCS), "For instructors <INSTRUCTOR>"]
         lists = {"Notebooks": chapters, "Look up": look_up, "Take home": take, "Use": use}
         trees = [
             f"```{{toctree}}\n:hidden:\n:caption: {name}\n\n" + "\n".join(pages) + "\n```"
@@ -212,11 +211,6 @@ class Book:
         return (
             f"---\norphan: true\nnosearch: true\n---\n\n# {path}\n\nLinked from {', '.join(links)}.{there}\n\n{block}\n"
         )
-
-
-def headings(markdown: str) -> list[str]:
-    """The headings of a Markdown text, code left out."""
-    return [found[2] for found in HEADING.finditer(CODE_BLOCK.sub("", markdown))]
 
 
 def about_run(notebook: Notebook) -> str:

@@ -3,7 +3,6 @@
     python -m labs.clinic --seed 7                                       # at a terminal: asks what to measure next
     python -m labs.clinic --seed 7 --measure shares arrivals
     python -m labs.clinic --seed 7 --measure shares same_batch --diagnose slow_loader --gain 1.5
-    python -m labs.clinic --examine 1 --timeout-s 1800      # every patient, every measurement, every cure
 
 About 5 s on 2 CPU cores. A patient is a small real training on two ranks. Its seed decides which one of its lines was
 changed, or none: nobody is told. Each measurement costs the seconds that it takes. After the diagnosis the named line
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +27,7 @@ from labs.kit.errors import BadInput, did_you_mean, require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.clinic import consultant, illnesses, measurements
+from labs.parts.clinic import illnesses, measurements
 from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL, Illness
 from labs.parts.clinic.measurements import MEASUREMENTS, Findings
 from labs.parts.clinic.patients import Patient
@@ -56,10 +54,6 @@ class Config:
     """The cause: a name, words for it, or "healthy". Its cure is then applied and measured."""
     gain: float | None = None
     """How many times as fast you expect the cure to make it; for a healthy patient 1."""
-    examine: int = 0
-    """Seeds of each kind of patient to examine with all measurements, in place of one patient."""
-    kinds: tuple[str, ...] = ()
-    """Kinds of patients to examine; by default all."""
     steps: int = 12
     """Steps that a measurement takes."""
     seconds: float = 2.5
@@ -72,17 +66,13 @@ class Config:
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, f"seed must be from 0 to 4294967295, not {self.seed}")
         require(4 <= self.steps <= 1000, f"steps must be from 4 to 1000, not {self.steps}")
-        require(0 <= self.examine <= 100, f"examine must be from 0 to 100 seeds, not {self.examine}")
         measure.require_budget(self.seconds, self.rounds)
         require(self.gain is None or 0.1 <= self.gain <= 1000, f"gain must be from 0.1 to 1000 times, not {self.gain}")
         require(self.gain is None or bool(self.diagnose), "gain is what you expect of a cure: say of which, diagnose")
-        known = (i.name for i in ILLNESSES + WELL)
-        unknown = sorted(set(self.kinds) - set(BY_NAME))
-        require(not unknown, f"kinds: there is no {', '.join(unknown)}; there are {', '.join(known)}")
         require(
             not self.diagnose or illnesses.recognised(self.diagnose) is not None,
             f"diagnose {self.diagnose!r:.60} is no cause that is known here, or more than one: "
-            f"{did_you_mean(self.diagnose, BY_NAME)}there are {', '.join(consultant.ORDER)}, healthy",
+            f"{did_you_mean(self.diagnose, BY_NAME)}there are {', '.join(i.name for i in ILLNESSES)}, healthy",
         )
 
     def taken(self, step_s: float) -> int:
@@ -101,10 +91,7 @@ def predict(share: float) -> float:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Admit one patient, take what was bought, and try the cure; or examine all of them."""
-    if config.examine:
-        yield from examine(config, rank)
-        return
+    """Admit one patient, take what was bought, and try the cure."""
     illness = illnesses.draw(config.seed)
     with tempfile.TemporaryDirectory() as folder:
         admit = partial(Patient, illnesses.source(illness), rank, config.seed, Path(folder))
@@ -168,40 +155,6 @@ def treatment(illness: Illness, named: str, config: Config, rank: Rank, folder: 
     rounds = measure.rounds_of(config, rank.slowest)
     with measurements.patients(make(sick), make(well)) as (p, q):
         yield rank.record("gain", "x", measurements.in_turn(p, q, rank, rounds))
-
-
-def examine(config: Config, rank: Rank) -> Iterator[Record]:
-    """Every kind of patient: all measurements, what the consultant reads in each and says of all, and the cure."""
-    kinds = [i for i in ILLNESSES + WELL if not config.kinds or i.name in config.kinds]
-    for done, (seed, illness) in enumerate(((s, i) for s in range(config.examine) for i in kinds), 1):
-        with tempfile.TemporaryDirectory() as folder:
-            admit = partial(Patient, illnesses.source(illness), rank, seed, Path(folder))
-            case, found = {"patient": illness.name, "of_seed": seed}, {}
-            steps = config.taken(rank.slowest([admission(admit, rank)[0].value])[0])
-            for name in MEASUREMENTS:
-                found[name], price_s = bought(name, admit, steps, rank)
-                yield rank.record("price_s", "s", price_s, measure=name, **case)
-                signs = consultant.signs(name, found[name])
-                yield rank.record(
-                    "signs",
-                    "signs",
-                    len(signs),
-                    measure=name,
-                    read=signs,
-                    says=consultant.names(name, found[name]),
-                    **case,
-                )
-                for what, value in found[name].items():
-                    yield rank.record("finding", "", value, measure=name, what=what, **case)
-            said = consultant.diagnosed(found)
-            yield rank.record("right", "", float(is_right(illness, said)), said=said, **case)
-            promised = consultant.promised(said, found)
-            if promised is not None:
-                yield rank.record("promised", "x", promised, kind="modelled", **case)
-            named = illness.name if illness in ILLNESSES else "healthy"
-            for record in treatment(illness, named, config, rank, Path(folder)):
-                yield rank.record(record.metric, record.unit, record.samples, **case)
-        rank.progress(done, config.examine * len(kinds), f"{illness.name}: {said}")
 
 
 # What a learner reads
@@ -387,10 +340,7 @@ def keep(found: Verdict) -> None:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Symptoms, readings and the verdict; of an examination, who was named what, and what cures gave."""
-    if run.where("signs"):
-        yield from examined(run)
-        return
+    """Symptoms, readings and the verdict."""
     yield symptoms(run)
     for record in run.where("price_s"):
         yield reading(run, record.case["measure"])
@@ -400,63 +350,6 @@ def answer(run: Records) -> Iterator[str]:
         yield str(found)
         if found.right:
             yield from chart(found.seed)
-
-
-def examined(run: Records) -> Iterator[str]:
-    """Who was called what, which measurements showed it, and whether cures gave half of what was promised."""
-    rights = run.where("right")
-    yield f"The consultant is right about {sum(r.value == 1 for r in rights)} of {len(rights)} patients."
-    wrong = [f"{r.case['patient']} (seed {r.case['of_seed']}) as {r.case['said']}" for r in rights if r.value == 0]
-    yield f"Called wrong: {', '.join(wrong) or 'none'}."
-    well = {i.name for i in WELL}
-    ill = [f"{r.case['patient']} as {r.case['said']}" for r in rights if r.case["patient"] in well and r.value == 0]
-    yield f"Healthy patients called ill: {', '.join(ill) or 'none'}."
-    shown, hidden = key_shown(run), blind_kept(run)
-    yield (
-        f"The key measurement shows the illness in {sum(shown.values())} of {len(shown)} patients; two plausible "
-        f"others do not name it in {sum(hidden.values())} of {len(hidden)}."
-    )
-    yield from cures(run)
-
-
-def key_shown(run: Records) -> dict[tuple[str, int], bool]:
-    """{(patient, seed): whether its key measurement alone makes one name it} of all that are ill."""
-    return {
-        (r.case["patient"], r.case["of_seed"]): r.case["says"] == r.case["patient"]
-        for r in run.where("signs")
-        if r.case["measure"] == BY_NAME[r.case["patient"]].key
-    }
-
-
-def blind_kept(run: Records) -> dict[tuple[str, int], bool]:
-    """{(patient, seed): whether at least two of its blind measurements do not name it}."""
-    found: dict[tuple[str, int], int] = {}
-    for r in run.where("signs"):
-        illness = BY_NAME[r.case["patient"]]
-        if illness in ILLNESSES:
-            key = (illness.name, r.case["of_seed"])
-            silent = r.case["measure"] in illness.blind and r.case["says"] != illness.name
-            found[key] = found.get(key, 0) + silent
-    return {key: count >= 2 for key, count in found.items()}
-
-
-def cures(run: Records) -> Iterator[str]:
-    """Per patient: the median gain of its cure over the seeds, beside the median promise."""
-    for name in dict.fromkeys(r.case["patient"] for r in run.where("gain")):
-        gains = [measure.estimate(r.samples, "x") for r in run.where("gain", patient=name)]
-        promised = [r.value for r in run.where("promised", patient=name)]
-        told = f"promised {statistics.median(promised):.2f}x, " if promised else "no promise, "
-        middle = sorted(gains, key=lambda e: e.value)[len(gains) // 2]
-        yield f"{name}: {told}the cure gave {_times(middle)}{_half(middle, promised)}"
-
-
-def _half(gain: Estimate, promised: list[float]) -> str:
-    """Whether this is at least half of what was promised, of what a patient gains."""
-    if not promised or (least := (statistics.median(promised) - 1) / 2) <= 0:
-        return ""
-    if gain.low - 1 >= least:
-        return ": at least half of it"
-    return ": less than half of it" if gain.high - 1 < least else ": half of it or not cannot be told"
 
 
 # At a terminal
@@ -497,7 +390,7 @@ def _number(word: str) -> float | None:
 def main() -> None:
     """As every lab; at a terminal, with nothing asked, a conversation."""
     alone = "RANK" not in os.environ and sys.stdin is not None and sys.stdin.isatty()
-    asked = ("--measure", "--diagnose", "--examine", "--out", "--table", "--smoke", "--help", "-h")
+    asked = ("--measure", "--diagnose", "--out", "--table", "--smoke", "--help", "-h")
     if alone and not any(word.split("=")[0] in asked for word in sys.argv[1:]):
         command = cli.parse(sys.modules[__name__], "python -m labs.clinic")
         interactive(command.config.seed)

@@ -12,9 +12,6 @@ All ways take turns within one run, round by round, so that a slow spell of the 
   dp       one process trains on n devices as nn.DataParallel does (on CPUs: its algorithm with threads)
 """
 
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,17 +99,14 @@ def predict(config: Config, ranks: int) -> dict[str, float]:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Step times of all ways, in turn; bytes counted; start-up taken apart."""
-    phases = dict(rank.startup_s)
+    """Step times of all ways, in turn; bytes counted."""
     counted: Counter[str] = Counter()
-    steps = {case: step for case, step in _steps(config, rank, phases, counted)}
+    steps = {case: step for case, step in _steps(config, rank, counted)}
     for step in steps.values():
         rank.barrier()
         # A fixed number: ranks that decide for themselves would stop at different steps and hang.
         measure.time_steps(step, 2 if config.smoke else 8, rank.device)
     steps["all_reduce", rank.world_size] = _all_reduce(config, rank)
-    if "dp" in config.modes and rank.device.type == "cpu":
-        steps["dp exchange", rank.world_size] = _dp_exchange(config, rank)
     counted.clear()
     rounds, inner = (2, 1) if config.smoke else (measure.rounds_of(config, rank.slowest), config.inner)
     seconds = measure.interleave(
@@ -125,8 +119,6 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     )
     calls = inner * len(seconds["all_reduce", rank.world_size])
     yield rank.record("all_reduce_s", "s", rank.slowest(seconds.pop(("all_reduce", rank.world_size))))
-    if exchange := seconds.pop(("dp exchange", rank.world_size), None):
-        yield rank.record("dp_exchange_s", "s", rank.slowest(exchange))
     for (mode, ranks), samples in seconds.items():
         rows = _rows(config, ranks)
         yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, ranks=ranks, batch_per_rank=rows)
@@ -137,21 +129,6 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("bytes_per_step", "B", total / calls, way=way)
     if ("ddp", rank.world_size) in steps:
         yield from sent_on_the_wire(steps["ddp", rank.world_size], 2 if config.smoke else 5, rank)
-    for phase, longest in zip(phases, rank.slowest(list(phases.values())), strict=True):
-        yield rank.record("startup_s", "s", longest, phase=phase)
-    if not config.smoke:
-        rank.barrier()
-        yield rank.record("import_torch_s", "s", rank.slowest([import_torch()]))
-
-
-def import_torch() -> float:
-    """Seconds of a new interpreter that imports torch: what a rank of torchrun pays, and a fork of ours does not.
-
-    All ranks call it at once, as torchrun's do. The files have been read before: from a disk it takes longer.
-    """
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - start
 
 
 def sent_on_the_wire(step: Step, n: int, rank: Rank) -> Iterator[Record]:
@@ -166,7 +143,7 @@ def _rows(config: Config, ranks: int) -> int:
     return config.batch_size if config.split == "weak" else config.batch_size // ranks
 
 
-def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterator[tuple[tuple[str, int], Step]]:
+def _steps(config: Config, rank: Rank, counted: Counter) -> Iterator[tuple[tuple[str, int], Step]]:
     """A training step for each (mode, ranks); ranks that have no part in it get one that does nothing."""
     everyone = rank.world_size
     for mode in config.modes:
@@ -176,7 +153,7 @@ def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterat
             yield (mode, everyone), train_single(config, rank, _rows(config, everyone))
         elif mode == "ddp":
             for ranks in range(min(2, everyone), everyone + 1):
-                yield (mode, ranks), train_ddp(config, rank, _rows(config, ranks), ranks, phases, counted)
+                yield (mode, ranks), train_ddp(config, rank, _rows(config, ranks), ranks, counted)
         elif rank.local_world_size == everyone:  # one process cannot reach the devices of another machine
             places = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
             rows = _rows(config, everyone) * everyone
@@ -189,16 +166,14 @@ def train_single(config: Config, rank: Rank, rows: int) -> Step:
     return partial(train_step, module, _sgd(module), x, y, workload.loss)
 
 
-def train_ddp(config: Config, rank: Rank, rows: int, ranks: int, phases: dict, counted: Counter) -> Step:
+def train_ddp(config: Config, rank: Rank, rows: int, ranks: int, counted: Counter) -> Step:
     """A step of the first `ranks` ranks together, each with a batch of `rows` of its own."""
     group = dist.new_group(list(range(ranks)))  # every rank must call this, also those outside of the group
     if rank.rank >= ranks:
         return _idle
     workload, module, x, y = _ready(config, rank, rows)
-    start = time.perf_counter()
     # A broadcast: all ranks get rank 0's parameters. From here on, every backward is an all-reduce.
     ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=config.bucket_cap_mb)
-    phases["DDP constructor"] = time.perf_counter() - start
     if ranks == rank.world_size:
         ddp.register_comm_hook(counted, counting_all_reduce)
     return partial(train_step, ddp, _sgd(ddp), x, y, workload.loss)
@@ -236,14 +211,6 @@ def _all_reduce(config: Config, rank: Rank) -> Step:
     return partial(dist.all_reduce, buffer)
 
 
-def _dp_exchange(config: Config, rank: Rank) -> Step:
-    """The copies of a DataParallel step alone: parameters to the replicas, gradients back, within one memory."""
-    if rank.rank:
-        return _idle
-    module = models.build(config.model).module
-    return ThreadedDataParallel(module, [0] * rank.world_size, Counter()).exchange
-
-
 def modelled_speedup(records: Records) -> float:
     """Samples per second of DDP on all ranks relative to one, if nothing overlapped and no rank slowed another.
 
@@ -267,43 +234,6 @@ def speedups(records: Records) -> dict[tuple[str, int], measure.Estimate]:
         )
         for r in records.where("step_s")
     }
-
-
-def startup_s(run: Records) -> float:
-    """Seconds from asking for ranks to a model in DDP, with torch loaded already."""
-    return sum({r.case["phase"]: r.value for r in run.where("startup_s")}.values())
-
-
-def cold_startup_s(run: Records) -> float | None:
-    """The same with torch to be imported in every rank, as under torchrun. None if that was not timed."""
-    imported = run.where("import_torch_s")
-    return startup_s(run) + imported[0].value if imported else None
-
-
-def break_even_epochs(run: Records, start_s: float, samples: int = 60_000) -> measure.Estimate:
-    """Epochs of `samples` samples after which DDP on all ranks has earned back a start of `start_s` s; inf if never.
-
-    The interval is that of the speed-up, so `high` is inf where the run cannot show that DDP is faster.
-    """
-    single = run.one("step_s", mode="single")
-    epoch_s = samples / single.case["batch_per_rank"] * single.value
-    faster = speedups(run)["ddp", single.layout["world_size"]]
-    found = (scaling.break_even_epochs(start_s, epoch_s, epoch_s / x) for x in (faster.value, faster.high, faster.low))
-    return measure.Estimate(*found, n=faster.n)
-
-
-def cheaper_exchange(run: Records) -> tuple[measure.Estimate, measure.Estimate] | None:
-    """By how many seconds (DDP's step, its all-reduce alone) take longer than (DataParallel's step, its copies alone).
-
-    Paired round by round. None where DataParallel's copies were not timed.
-    """
-    n = run[0].layout["world_size"]
-    if not (run.where("dp_exchange_s") and run.where("step_s", mode="ddp", ranks=n)):
-        return None
-    steps = (run.one("step_s", mode=mode, ranks=n).samples for mode in ("ddp", "dp"))
-    exchanges = (run.one(metric).samples for metric in ("all_reduce_s", "dp_exchange_s"))
-    step, exchange = (measure.estimate([a - b for a, b in zip(*pair, strict=True)], "s") for pair in (steps, exchanges))
-    return step, exchange
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -26,10 +26,10 @@ from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
 from labs.parts.loading.image_datasets import JpegFolder
 from labs.parts.loading.rates import compared, counted, may_be_equal, quotient
-from labs.parts.loading.tile_training import WIDTHS, AsFloat, Trainer, Watched
+from labs.parts.loading.tile_training import WIDTHS, Trainer, Watched
 
 LEAST_TIMED, IN_TURN = 5, 2  # batches of each loader; loaders of each case that is compared in turn
-Part = Literal["prediction", "timeline", "sweep", "settings", "bytes", "transfer"]
+Part = Literal["prediction", "timeline", "sweep", "transfer"]
 SMOKE = {"workers": (0, 1), "batches": (4,), "batch_size": 4}  # with --smoke in a shell
 
 
@@ -143,7 +143,7 @@ def _how_long(config: Config, batch: int) -> dict[str, Any]:
 def feeds(config: Config) -> int:
     """How many loaders and models are timed one after the other, if all parts run."""
     n = len(config.workers)
-    return 2 * n * (1 + len(config.models)) + (n * len(config.batches) + 3 + 2 + 4) * IN_TURN
+    return 2 * n * (1 + len(config.models)) + (n * len(config.batches) + 4) * IN_TURN
 
 
 def _rate(rank: Rank, feed: Feed, way: str, **case: Any) -> Record:
@@ -213,28 +213,6 @@ def _in_turn(cases: Sequence[tuple[dict[str, Any], Callable[[], Feed]]], rank: R
         yield rank.record("images_per_s", "1/s", samples, rank=0, way="both", batch=found[0][k].batch, **case)
 
 
-def settings(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """prefetch_factor, with the model whose speed is nearest to the loader's: where queues could matter most."""
-    step = Trainer(WIDTHS["even"], rank.device, config.seed)
-    cases = []
-    for factor in (2,) if config.smoke else (1, 2, 4):
-        feed = functools.partial(_feed, data, step, config, rank, 2, config.batch_size, prefetch_factor=factor)
-        cases.append(({"model": "even", "workers": 2, "prefetch_factor": factor}, feed))
-    yield from _in_turn(cases, rank)
-
-
-def bytes_sent(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """uint8 images that the device expands, against float32 images that the worker expands."""
-    step = Trainer(WIDTHS["light"], rank.device, config.seed)
-    cases = []
-    for send, dataset in (("uint8", data), ("float32", AsFloat(data))):
-        images, _ = one_batch(dataset, config.batch_size)
-        yield rank.record("batch_bytes", "B", images.numel() * images.element_size(), rank=0, send=send)
-        feed = functools.partial(_feed, dataset, step, config, rank, 2, config.batch_size)
-        cases.append(({"model": "light", "workers": 2, "send": send}, feed))
-    yield from _in_turn(cases, rank)
-
-
 def transfer(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
     """pin_memory and non_blocking, all four ways: nothing without a GPU, where there is nothing to copy to."""
     if rank.device.type != "cuda":
@@ -254,8 +232,6 @@ PARTS = {
     "prediction": prediction,
     "timeline": timeline,
     "sweep": sweep,
-    "settings": settings,
-    "bytes": bytes_sent,
     "transfer": transfer,
 }
 
@@ -286,7 +262,7 @@ def as_fast(records: Records, **case: Any) -> tuple[Record, list[Record]]:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """For each model its best number of workers and what limits; the best cell of the sweep; what settings change."""
+    """For each model its best number of workers and what limits; the best cell of the sweep; pinned memory."""
     for alone_ in run.where("images_per_s", way="model"):
         model = alone_.case["model"]
         both = [
@@ -315,10 +291,6 @@ def answer(run: Records) -> Iterator[str]:
             f"{best.case['batch']}, {best.value:,.0f} images/s{known}."
         )
     both = run.where("images_per_s", way="both")
-    for key, first, second in (("prefetch_factor", 4, 1), ("send", "uint8", "float32")):
-        a, b = ([r for r in both if r.case.get(key) == value] for value in (first, second))
-        if a and b:
-            yield f"{compared(a[0], b[0], f'{key} {first} over {second}')}."
     ways = {(r.case["pin_memory"], r.case["non_blocking"]): r for r in both if "pin_memory" in r.case}
     if ways:
         yield f"{compared(ways[True, True], ways[False, False], 'pin_memory with non_blocking over neither')}."

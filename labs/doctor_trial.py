@@ -18,7 +18,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,16 +229,6 @@ def _record(metric: str, unit: str, samples: Sequence[float], **case: Any) -> Re
 def share(run: Records, of: Sequence[bool]) -> Estimate | None:
     """True ones of all, with its Wilson interval; None of nothing."""
     return measure.proportion(sum(of), len(of)) if of else None
-
-
-def matrix(run: Records) -> dict[str, Counter[str]]:
-    """{patient: {first finding: how often}}, "nothing" where nothing is said; healthy patients by their accusations."""
-    table: dict[str, Counter[str]] = {}
-    for r in run.where("place"):
-        table.setdefault(r.case["patient"], Counter())[r.case["first"] or "nothing"] += 1
-    for r in run.where("accused"):
-        table.setdefault(r.case["patient"], Counter())[(r.case["of"] or ["nothing"])[0]] += 1
-    return table
 
 
 @dataclass(frozen=True)

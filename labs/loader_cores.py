@@ -1,15 +1,15 @@
 """How many workers does a model need, and what else wants their cores?
 
-    python -m labs.loader_cores --nproc 2
+    python -m labs.loader_cores
     python -m labs.loader_cores --nproc 1 --parts needed --model-rates 1.4 2.8
-    torchrun --nproc-per-node 2 -m labs.loader_cores --parts ranks
+    torchrun --nproc-per-node 1 -m labs.loader_cores --parts augmentation
 
 About 10 s on 2 CPU cores, once the JPEG tiles have been cut. Nothing here needs a GPU: workers use the host's cores.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -29,8 +29,8 @@ from labs.parts.loading.feed import Step, alone, drive, endless, ready, running
 from labs.parts.loading.image_datasets import JpegFolder
 from labs.parts.loading.rates import counted
 
-Part = Literal["needed", "ranks", "augmentation", "threads"]
-SHARE = {"needed": 0.35, "ranks": 0.35, "augmentation": 0.1, "threads": 0.2}
+Part = Literal["needed", "augmentation", "threads"]
+SHARE = {"needed": 0.35, "augmentation": 0.1, "threads": 0.2}
 TURN_S = 0.06  # least time of a turn
 ENOUGH = 0.9  # of the model's own rate: it is fed; the rest may be what it takes to hand a batch over
 
@@ -40,14 +40,12 @@ class Config:
     """What to measure, and how large it is."""
 
     parts: tuple[Part, ...] = get_args(Part)
-    """What to measure; ranks needs at least two of them."""
+    """What to measure."""
     batch_size: int = 8
     """Images per batch."""
     model_rates: tuple[float, ...] = (1.4,)
     """Rate of the model in needed, as a multiple of what one worker delivers. Beyond the number of cores, workers that
     compute cannot feed it."""
-    workers: tuple[int, ...] = (2,)
-    """num_workers of each rank in ranks."""
     seconds: float = 6.0
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
@@ -56,17 +54,13 @@ class Config:
     """64 images, 2 rounds."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.parts and self.model_rates and self.workers),
-            "parts, model_rates and workers must each hold something",
-        )
+        require(bool(self.parts and self.model_rates), "parts and model_rates must each hold something")
         require(1 <= self.batch_size <= 64, f"batch_size must be from 1 to 64, not {self.batch_size}")
         require(
             all(0.1 <= r <= 16 for r in self.model_rates),
             f"model_rates must be from 0.1 to 16 times the rate of "
             f"one worker, not {', '.join(f'{r:g}' for r in self.model_rates)}",
         )
-        require(all(1 <= w <= 64 for w in self.workers), "workers must be from 1 to 64")
         measure.require_budget(self.seconds, self.rounds, least=2)
 
 
@@ -77,43 +71,32 @@ def predict(model_rate: float, worker_rate: float) -> int:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Part by part. Ranks other than 0 take part in `ranks` only."""
-    many = 64 if config.smoke else 1024
+    """Part by part, on rank 0; other ranks only wait."""
     if rank.rank == 0:
-        tiles(many, progress=lambda n, all: rank.progress(n, all, "cutting tiles"))
-    rank.barrier()  # the others find the tiles cut
-    cut = tiles(many)
-    for done, part in enumerate(config.parts, start=1):
-        with unpinned(rank):  # workers inherit the cores of their rank: let them have all
-            if part == "ranks":
-                yield from ranks(JpegFolder(cut.paths, cut.labels), config, rank)
-            elif rank.rank == 0:
-                yield from ALONE[part](cut, config, rank)
-        rank.barrier()
-        rank.progress(done, len(config.parts), part)
+        many = 64 if config.smoke else 1024
+        cut = tiles(many, progress=lambda n, all: rank.progress(n, all, "cutting tiles"))
+        for done, part in enumerate(config.parts, start=1):
+            with unpinned(rank):  # workers inherit the cores of their rank: let them have all
+                yield from PARTS[part](cut, config, rank)
+            rank.progress(done, len(config.parts), part)
+    rank.barrier()
 
 
-def turns(config: Config, part: Part, rank: Rank) -> Iterator[int]:
-    """Rounds, the same number on every rank."""
-    slowest = rank.slowest if part == "ranks" else list
-    return measure.within(count(), measure.rounds_of(config, slowest, SHARE[part]))
+def turns(config: Config, part: Part) -> Iterator[int]:
+    """Rounds of a part."""
+    return measure.within(count(), measure.rounds_of(config, list, SHARE[part]))
 
 
-def rate(data: Dataset, workers: int, batch: int, step: Step | None, before: Callable[[], object], **options: Any):
-    """Samples per second of a fresh loader, with `step` after each batch. `before` is called when workers run."""
+def rate(data: Dataset, workers: int, batch: int, step: Step | None, **options: Any) -> float:
+    """Samples per second of a fresh loader, with `step` after each batch."""
     skip = ready(workers, options.get("prefetch_factor", 2))
     with running(endless(data, workers, batch, **options)) as batches:
         next(batches)
-        before()  # what the queue gains meanwhile is free of charge, and skipped
         feed = drive(batches, step, max(2, workers), CPU, skip=skip, wave=max(1, workers), least_s=TURN_S)
     return feed.parts(1)[0][1]
 
 
 CPU = torch.device("cpu")  # what waits here is a step that sleeps: there is nothing to synchronise
-
-
-def nothing() -> None:
-    """Ranks that are alone wait for nobody."""
 
 
 def needed(cut: Any, config: Config, rank: Rank) -> Iterator[Record]:
@@ -122,7 +105,7 @@ def needed(cut: Any, config: Config, rank: Rank) -> Iterator[Record]:
     The model is a stand-in for a GPU: its step sleeps, and takes no core from the workers.
     """
     data, batch = JpegFolder(cut.paths, cut.labels), config.batch_size
-    one = [rate(data, 1, batch, None, nothing) for _ in range(2 if config.smoke else 6)]
+    one = [rate(data, 1, batch, None) for _ in range(2 if config.smoke else 6)]
     yield rank.record("images_per_s", "1/s", one, rank=0, way="one worker")
     for times in config.model_rates:
         model_rate = times * measure.estimate(one).value
@@ -130,11 +113,11 @@ def needed(cut: Any, config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("predicted_workers", "workers", workers, kind="modelled", rank=0, model_rate=times)
         step = partial(sleep, batch / model_rate)
         found: dict[Any, list[float]] = {}
-        for _ in turns(config, "needed", rank):
+        for _ in turns(config, "needed"):
             stored = torch.zeros(batch)
             found.setdefault("model", []).append(drive(alone(stored), step, 3, CPU, least_s=TURN_S).parts(1)[0][1])
             for n in range(max(1, workers - 1), workers + 2):
-                found.setdefault(n, []).append(rate(data, n, batch, step, nothing))
+                found.setdefault(n, []).append(rate(data, n, batch, step))
         for n, samples in found.items():
             case = {"way": "model"} if n == "model" else {"way": "both", "workers": n}
             yield rank.record("images_per_s", "1/s", samples, rank=0, model_rate=times, **case)
@@ -145,29 +128,13 @@ def sleep(seconds: float, batch: Any) -> None:
     time.sleep(seconds)
 
 
-def ranks(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """Images per second that 1, 2, ... ranks load at the same time, each with its own workers: sum over the ranks."""
-    cases = [(k, n) for k in range(1, rank.world_size + 1) for n in config.workers]
-    found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-    for _ in turns(config, "ranks", rank):
-        for k, n in cases:
-            if rank.rank < k:
-                mine = rate(data, n, config.batch_size, None, rank.barrier)
-            else:
-                rank.barrier()  # the one inside of `rate`: every rank must come to it
-                mine = 0.0
-            found[k, n].append(sum(rank.gather(mine)))  # gather: nobody goes on before all have measured
-    for (k, n), samples in found.items():
-        yield rank.record("images_per_s", "1/s", samples, way="ranks", ranks=k, workers=n)
-
-
 def augmentation(cut: Any, config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds per image of each stage, by one process; the same jitter for a batch, on the device."""
     data, images = AugmentedJpegs(cut.paths, cut.labels), 16
     stored = torch.stack([data[i][0] for i in range(images)]).to(rank.device)
     seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
     batched: list[float] = []
-    for k in turns(config, "augmentation", rank):
+    for k in turns(config, "augmentation"):
         spent = dict.fromkeys(STAGES, 0.0)
         for i in range(images):
             value: Any = cut.paths[(images * k + i) % len(cut.paths)]
@@ -206,16 +173,16 @@ def threads(cut: Any, config: Config, rank: Rank) -> Iterator[Record]:
     """Items per second where each worker uses one thread, and where each uses as many as there are cores."""
     cores = len(rank.host_cores) or 1
     workers, found = min(4, max(2, cores)), {1: [], max(2, cores): []}
-    for _ in turns(config, "threads", rank):
+    for _ in turns(config, "threads"):
         for n, samples in found.items():
             options = {"worker_init_fn": partial(take_threads, n), "prefetch_factor": 1, "timeout": 60}
-            samples.append(rate(Smooth(), workers, 1, None, nothing, **options))
+            samples.append(rate(Smooth(), workers, 1, None, **options))
     for n, samples in found.items():
         case = {"workers": workers, "threads": n, "cores": cores}
         yield rank.record("items_per_s", "1/s", samples, rank=0, **case)
 
 
-ALONE = {"needed": needed, "augmentation": augmentation, "threads": threads}
+PARTS = {"needed": needed, "augmentation": augmentation, "threads": threads}
 
 
 def fed(records: Records, times: float) -> dict[int, measure.Estimate]:
@@ -252,7 +219,7 @@ def augmentation_share(records: Records) -> measure.Estimate:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Workers predicted and found, what more ranks bring, what augmentation takes, what threads do."""
+    """Workers predicted and found, what augmentation takes, what threads do."""
     for r in run.where("predicted_workers"):
         times = r.case["model_rate"]
         tried = ", ".join(f"{n}: {share.scaled(100, '%')}" for n, share in sorted(fed(run, times).items()))
@@ -260,13 +227,6 @@ def answer(run: Records) -> Iterator[str]:
             f"A model {times:g} times as fast as one worker should need {counted(int(r.value))}; "
             f"{enough_text(run, times)} (workers: share of the model's own rate; {tried})."
         )
-    by = {(r.case["ranks"], r.case["workers"]): r for r in run.where("images_per_s", way="ranks")}
-    most = max((k for k, _ in by), default=0)
-    for n in sorted({n for k, n in by if k == most > 1}):
-        told = f"Images/s that {most} ranks with {counted(n)} each load together, over those of one rank"
-        yield measure.verdict(measure.paired_ratio(by[most, n].samples, by[1, n].samples), told) + "."
-    if most == 1:
-        yield "Whether more ranks load more needs two: --nproc 2."
     if len(run.where("stage_s")):
         yield f"Crop, flip and colour jitter take {augmentation_share(run).scaled(100, '%')} of an image's time."
     rates = {r.case["threads"]: r for r in run.where("items_per_s")}

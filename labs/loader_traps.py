@@ -29,23 +29,20 @@ from labs.parts.traps.datasets import Failure, Held, Source, no_worker_left, obj
 
 Trap = Literal[
     "workers",
-    "start",
     "first_batch",
     "scaling",
     "random",
     "sampler",
     "copy_on_write",
     "shm",
-    "bare_dataset",
     "failures",
-    "leftover",
 ]
 StartMethod = Literal["fork", "forkserver", "spawn"]
 HELD: tuple[Held, ...] = ("list of str", "NumPy array", "list of int", "torch tensor")
 SCALED = (0, 1, 2, 4, 8)
 RANKS, SAMPLED = 2, 11
 SMOKE = {
-    "traps": ("workers", "start", "first_batch", "shm", "failures"),
+    "traps": ("workers", "first_batch", "shm", "failures"),
     "workers": 2,
     "failures": ("raises", "killed"),
 }  # with --smoke in a shell
@@ -67,8 +64,6 @@ class Config:
     """What DataLoader gets as timeout where a worker hangs; torch's default is to wait for ever."""
     hang_s: float = 0.8
     """How long the hanging worker hangs."""
-    interval_s: float = 0.5
-    """How long torch waits for a worker to end, in leftover. Its own value is 5 s."""
     start_methods: tuple[StartMethod, ...] = ("fork", "spawn")
     """How first_batch starts workers; all but fork import torch once more, which takes seconds."""
     item_ms: float = 3.0
@@ -89,7 +84,6 @@ class Config:
         )
         require(0.1 <= self.loader_timeout_s <= 60, f"{timeout}, not {self.loader_timeout_s}")
         require(self.loader_timeout_s < self.hang_s <= 600, f"{longer}, not {self.hang_s}")
-        require(0.1 <= self.interval_s <= 5, f"interval_s must be from 0.1 to 5, not {self.interval_s}")
         require(0.1 <= self.item_ms <= 1000, f"item_ms must be from 0.1 to 1000, not {self.item_ms}")
         measure.require_budget(self.seconds, self.rounds, least=2)
         here = multiprocessing.get_all_start_methods()
@@ -131,14 +125,6 @@ def workers(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("worker_threads", "threads", [r[2] for r in by_pid], rank=0, **case)
         yield rank.record("worker_private_bytes", "B", [r[3] for r in by_pid], rank=0, **case)
         yield rank.record("worker_resident_bytes", "B", [r[4] for r in by_pid], rank=0, **case)
-
-
-def start(config: Config, rank: Rank) -> Iterator[Record]:
-    """(E08) The number of workers from which on torch warns, for as many as there are cores and one more."""
-    for asked in (_cores(rank), _cores(rank) + 1):
-        number, warning = trap_failures.suggested(asked)
-        case = {"trap": "start", "asked": asked, "cores": _cores(rank), "warning": warning}
-        yield rank.record("suggested_max_workers", "workers", number, rank=0, **case)
 
 
 def first_batch(config: Config, rank: Rank) -> Iterator[Record]:
@@ -226,12 +212,6 @@ def shm(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("seconds_until_error", "s", seconds, rank=0, **case)
 
 
-def bare_dataset(config: Config, rank: Rank) -> Iterator[Record]:
-    """(E07) A Dataset without methods."""
-    for case in trap_failures.bare_datasets():
-        yield rank.record("raised", "errors", int(case["error"] != "none"), rank=0, trap="bare_dataset", **case)
-
-
 def failures(config: Config, rank: Rank) -> Iterator[Record]:
     """What reaches the trainer and after how long, with torch alone and with labs.parts.loading.named_items."""
     for how in config.failures:
@@ -241,32 +221,19 @@ def failures(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("seconds_until_error", "s", found.pop("seconds"), rank=0, **case, **found)
 
 
-def leftover(config: Config, rank: Rank) -> Iterator[Record]:
-    """How long the trainer stands still when it ends the workers of a loader that has raised."""
-    interval_s = 0.2 if config.smoke else config.interval_s
-    for n in (1, 2):
-        for cured in (False, True):
-            seconds = trap_failures.seconds_to_end(n, interval_s, cured)
-            case = {"trap": "leftover", "workers": n, "cured": cured, "interval_s": interval_s}
-            yield rank.record("seconds_to_end", "s", seconds, rank=0, **case)
-
-
 def _cores(rank: Rank) -> int:
     return len(rank.host_cores) or os.cpu_count() or 1
 
 
 TRAPS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
     "workers": workers,
-    "start": start,
     "first_batch": first_batch,
     "scaling": scaling,
     "random": random,
     "sampler": sampler,
     "copy_on_write": copy_on_write,
     "shm": shm,
-    "bare_dataset": bare_dataset,
     "failures": failures,
-    "leftover": leftover,
 }
 
 

@@ -10,7 +10,6 @@ About 7 s on 2 CPU cores.
   shares     steps under torch.profiler, cut into data, host-to-device, forward, backward, exposed communication,
              optimizer, overhead (on a GPU also idle); the same steps by another clock; what DDP costs by that clock;
              the operations that take most
-  planted    sleep (or work) put into one place after the other: does the share of that place rise by as much?
   cost       steps with the profiler off, on, and with more of its options, in turn; bytes of trace for each step
 """
 
@@ -42,7 +41,7 @@ from labs.parts.profiling import shares as trace_shares
 from labs.parts.profiling.recipes import require_recipe, workload_of
 from labs.parts.profiling.shares import SHARES
 
-Part = Literal["shares", "planted", "cost"]
+Part = Literal["shares", "cost"]
 PARTS: tuple[Part, ...] = Part.__args__
 PLACES = {
     "data": "data",
@@ -53,8 +52,6 @@ PLACES = {
     "late": "exposed communication",
 }
 """Where a cost can be planted, and the share that it should be found in. late: on the last rank, before its step."""
-OF_DEVICE = ("forward", "backward", "optimizer")
-"""Places whose share on a GPU is that of their kernels: the host's own time there shows as idle."""
 SETTINGS: dict[str, dict[str, bool]] = {
     "off": {},
     "on": {},
@@ -63,10 +60,8 @@ SETTINGS: dict[str, dict[str, bool]] = {
     "stacks": {"with_stack": True},
 }
 """What the profiler is asked to note, beside the time of each operation."""
-TIME = {"shares": 0.25, "planted": 0.5, "cost": 0.25}  # parts of the seconds
+TIME = {"shares": 0.5, "cost": 0.5}  # parts of the seconds
 TOP_OPS = 8
-NEAR = 10.0  # percent of what was planted
-PLAIN, PLAIN_STEPS = "plain", 3  # with nothing planted, in each round of planted: their median is steady
 
 
 @dataclass(frozen=True)
@@ -85,12 +80,6 @@ class Config:
     plant: tuple[str, ...] = ()
     """Costs that shares has in every step, as place=ms: data=10 forward=5. Places: data, forward, backward, optimizer,
     between (the ranges), late (the last rank, before its step)."""
-    places: tuple[Literal["data", "forward", "backward", "optimizer", "between", "late"], ...] = tuple(PLACES)
-    """Places of planted."""
-    planted_ms: tuple[float, ...] = (5.0, 10.0, 20.0)
-    """Sizes of planted, in ms."""
-    kind: Literal["sleep", "work"] = "sleep"
-    """What is planted: the rank sleeps, or it computes."""
     active: int = 8
     """Steps in each trace of shares and cost. All are in memory at once: a few are enough, and more rounds."""
     seconds: float = 6.0
@@ -100,18 +89,13 @@ class Config:
     seed: int = 0
     """Seed of the model and of the data."""
     smoke: bool = False
-    """Two rounds of each part, and one size of planted."""
+    """Two rounds of each part."""
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(len(self.parts) > 0, f"parts must hold some of {', '.join(PARTS)}")
         require(
             1 <= self.active <= 100, f"active must be from 1 to 100 steps, not {self.active}: a trace holds them all"
-        )
-        require(len(self.places) > 0, f"places must hold some of {', '.join(PLACES)}")
-        require(
-            len(self.planted_ms) > 0 and all(0 < ms <= 1000 for ms in self.planted_ms),
-            "planted_ms must hold numbers above 0 and up to 1000",
         )
         measure.require_budget(self.seconds, self.rounds)
         planted_by(self.plant)
@@ -206,7 +190,7 @@ class Training:
         """On `rank`'s device; a DDP model if there are more ranks."""
         named = config.recipe is None
         self.workload = models.make(config.model, config.seed) if named else workload_of(config.recipe, config.seed)
-        self.device, self.rows, self.kind = rank.device, config.batch_size, config.kind
+        self.device, self.rows = rank.device, config.batch_size
         module = self.workload.module.to(self.device)
         many, gpu = rank.world_size > 1, rank.device.type == "cuda"
         ids = {"device_ids": [rank.device.index]} if gpu else {}
@@ -215,7 +199,6 @@ class Training:
         self.batches = self._batches()
         self.last = many and rank.rank == rank.world_size - 1
         self.plants: dict[str, float] = {}
-        self.spent = 0.0
         module.register_forward_hook(lambda *_: self._pause("forward"))
         self.optimizer.register_step_pre_hook(lambda *_: self._pause("optimizer"))
 
@@ -243,14 +226,9 @@ class Training:
         return loss
 
     def _pause(self, place: str) -> None:
-        """Spend what is planted at `place`, and note how long it really took."""
+        """Sleep as long as is planted at `place`."""
         if ms := self.plants.get(place):
-            start = time.perf_counter()
-            if self.kind == "sleep":
-                time.sleep(1e-3 * ms)
-            while time.perf_counter() < start + 1e-3 * ms:
-                pass
-            self.spent += time.perf_counter() - start
+            time.sleep(1e-3 * ms)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -260,7 +238,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     for done, part in enumerate(config.parts, start=1):
         together = sum(TIME[p] for p in config.parts)
         rounds = measure.rounds_of(config, rank.slowest, TIME[part] / together)
-        yield from {"shares": shares, "planted": planted, "cost": cost}[part](config, rank, training, rounds)
+        yield from {"shares": shares, "cost": cost}[part](config, rank, training, rounds)
         rank.progress(done, len(config.parts), part)
 
 
@@ -319,57 +297,6 @@ def _ops(table: Any, active: int, rank: Rank) -> Iterator[Record]:
     yield rank.record("ops_self_s", "s", 1e-6 * sum(map(own, rows)) / active, rank=rank.rank)
     yield rank.record("ops_total_s", "s", 1e-6 * sum(map(total, rows)) / active, rank=rank.rank)
     yield rank.record("ops_calls", "1", sum(row.count for row in rows) / active, rank=rank.rank)
-
-
-def planted(config: Config, rank: Rank, training: Training, rounds: int | measure.Budget) -> Iterator[Record]:
-    """By how much the share of a place rises above that of the plain steps of the same round."""
-    places = [p for p in config.places if p != "late" or rank.world_size > 1]
-    cases = list(itertools.product(places, config.planted_ms[-1:] if config.smoke else config.planted_ms))
-    if not cases:
-        return
-    steps = [*itertools.product([PLAIN], range(PLAIN_STEPS)), *cases]
-    orders: list[tuple[tuple[str, float], ...]] = []
-    found: list[dict[str, float]] = []
-    spent: list[float] = []
-    one = _planted_steps(training, measure.orders(tuple(steps), 10**6, config.seed), orders, spent)
-    profiled(
-        lambda: next(one),
-        len(steps),
-        rounds,
-        rank.device,
-        lambda profiler: found.extend(trace_shares.of_steps(read(profiler))),
-    )
-    training.plants, n = {}, len(steps)
-    told = [dict(zip(order, found[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
-    took = [dict(zip(order, spent[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
-    everyone = rank.gather(took)
-    idle = rank.device.type == "cuda"  # where a sleep of the host is time in which the device has nothing to run
-    yield rank.record("plain_s", "s", [sum(of[PLAIN, k].values()) for of in told for k in range(PLAIN_STEPS)])
-    for case in cases:
-        place, share = case[0], "idle" if idle and case[0] in OF_DEVICE else PLACES[case[0]]
-        plain = [statistics.median(of[PLAIN, k][share] for k in range(PLAIN_STEPS)) for of in told]
-        rise = [of[case][share] - without for of, without in zip(told, plain, strict=True)]
-        case_of = {"place": place, "share": share, "ms": case[1]}
-        yield rank.record("found_s", "s", rise, **case_of)
-        by_whom = everyone[-1 if place == "late" else 0]
-        yield rank.record("spent_s", "s", [of[case] for of in by_whom], **case_of)
-
-
-def _planted_steps(
-    training: Training, lots: Iterator[tuple[tuple[str, float], ...]], orders: list, spent: list[float]
-) -> Iterator[None]:
-    """A step at a time, in rounds: two plain ones (the schedule's wait and warm-up), then the cases as they are drawn.
-
-    What was drawn goes to `orders`, what each case really took to `spent`.
-    """
-    for order in lots:
-        orders.append(order)
-        for i, (place, ms) in enumerate([(PLAIN, 0.0)] * 2 + list(order)):
-            training.plants, training.spent = {place: ms}, 0.0
-            training.step()
-            if i >= 2:
-                spent.append(training.spent)
-            yield
 
 
 def cost(config: Config, rank: Rank, training: Training, rounds: int | measure.Budget) -> Iterator[Record]:
@@ -462,48 +389,6 @@ def exposed_two_ways(run: Records, rank: int = 0) -> tuple[Estimate, Estimate]:
     return share_estimates(run, rank)["exposed communication"], by_clock
 
 
-@dataclass(frozen=True)
-class Found:
-    """A planted cost and what the trace told of it."""
-
-    place: str
-    share: str
-    ms: float
-    spent: Estimate
-    """What it really took, by the clock at its place."""
-    found: Estimate
-    """By how much the share rose."""
-    error: Estimate
-    """found over spent, less 1, in %."""
-
-    @property
-    def near(self) -> bool | None:
-        """Whether it was found within NEAR; None if the interval reaches over that limit and nothing can be told."""
-        if self.error.low >= -NEAR and self.error.high <= NEAR:
-            return True
-        return False if self.error.low > NEAR or self.error.high < -NEAR else None
-
-
-def planted_found(run: Records) -> list[Found]:
-    """Every planted cost."""
-    rows = []
-    for r in run.where("found_s"):
-        spent = run.one("spent_s", **r.case).samples
-        ratio = [100 * (f / s - 1) for f, s in zip(r.samples, spent, strict=True)]
-        both = (measure.estimate(samples, "s") for samples in (spent, r.samples))
-        rows.append(Found(r.case["place"], r.case["share"], r.case["ms"], *both, measure.estimate(ratio, "%")))
-    return rows
-
-
-def planted_text(told: Sequence[Found]) -> str:
-    """How many planted costs were found, how many were not, and of how many that cannot be told."""
-    near, off, untold = (sum(f.near is word for f in told) for word in (True, False, None))
-    said = [f"{near} of {len(told)} planted costs are found within {NEAR:g} %, each in its own share"]
-    said += [f"{off} {'is' if off == 1 else 'are'} not"] if off else []
-    said += [f"of {untold} this run cannot tell"] if untold else []
-    return "; ".join(said)
-
-
 def price(run: Records, metric: Literal["cost_step_s", "cost_cpu_s"] = "cost_step_s") -> dict[str, Estimate]:
     """How many times as long a step takes (or computes) under each of SETTINGS but "off", paired by round."""
     off = run.one(metric, profiler="off").samples
@@ -524,15 +409,9 @@ def share_table(run: Records) -> Iterator[tuple[str, list[str]]]:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """The largest share, whether shares sum to the step, what DDP exposes, what was planted, what looking costs."""
+    """The largest share, whether shares sum to the step, what DDP exposes, what looking costs."""
     if run.where("share_s"):
         yield from _shares_text(run)
-    if told := planted_found(run):
-        worst = max(told, key=lambda f: abs(f.error.value))
-        yield (
-            f"{planted_text(told)}; furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} "
-            f"found in {worst.share!r} for {worst.spent}."
-        )
     if run.where("cost_step_s"):
         yield cost_text(run)
     if run.where("share_s"):

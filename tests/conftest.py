@@ -17,16 +17,16 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 import chromium
 import hypothesis
 import pytest
-from processes import MARK, SLOWER
+from processes import MARK
 
 from labs.kit.course import use_own_kernel
 
 ROOT = Path(__file__).parents[1]
 LONGEST = """test_browser test_exercises test_recipes test_explorers test_commands test_doctor_cases test_oracle
     test_doctor test_exercise_capstone test_activation_checkpointing test_nan_clinic test_gpu_acceptance test_notebooks
-    test_rank_timeline test_doctor_trial test_doctor_counterfactuals test_fully_sharded test_ddp_facts
+    test_rank_timeline test_doctor_trial test_doctor_counterfactuals test_fully_sharded
     test_editable_rounds test_many_ranks test_mixed_precision test_elastic_restart test_two_nodes
-    test_training_checkpoint test_copies test_elsewhere test_smoke test_properties_checks test_exercise_deadlock
+    test_training_checkpoint test_copies test_smoke test_properties_checks test_exercise_deadlock
     test_clinic test_communication test_code test_room_preflight 05_checkpointing 10_troubleshooting
     08_scaling_out""".split()
 """Files that take longest: side by side they start first, so that in the end no process is left alone."""
@@ -36,7 +36,6 @@ def pytest_configure(config):
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # tests of one worker look for what they left, not others
         os.environ[MARK] = uuid.uuid4().hex
         config.own_folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=f"{worker}-")
-        Path(config.own_folder).chmod(0o755)  # tests/elsewhere works below it as another user
     use_own_kernel()
     # Images for containers often set this: then each of the workers compiles all tests, each command all of the course.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -44,7 +43,7 @@ def pytest_configure(config):
     # An example that takes 0.2 s on a busy machine is no failure.
     hypothesis.settings.register_profile("course", deadline=None)
     hypothesis.settings.load_profile("course")
-    for name in ("COURSE_ROOM", "COURSE_NAME", "COURSE_QUEUE", "COURSE_QUEUE_SCOPE"):  # tests are no learner in a room
+    for name in ("COURSE_ROOM", "COURSE_NAME"):  # tests are no learner in a room
         os.environ.pop(name, None)
     # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,10 +72,9 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow.
+    """Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves.
 
-    Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves. With smoke
-    runs in place of their experiments two of them may run side by side: `notebook` chooses them.
+    With smoke runs in place of their experiments two of them may run side by side: `notebook` chooses them.
     """
     if os.environ.get("PYTEST_XDIST_WORKER"):
         place = {name: number for number, name in enumerate(LONGEST)}
@@ -85,8 +83,6 @@ def pytest_collection_modifyitems(items):
         if item.path.suffix == ".ipynb":
             item.add_marker("quiet")
             item.add_marker("notebook")
-        if SLOWER != 1 and (mark := item.get_closest_marker("timeout")):
-            item.add_marker(pytest.mark.timeout(mark.args[0] * SLOWER), append=False)
 
 
 def pytest_collection_finish():

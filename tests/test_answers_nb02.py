@@ -2,10 +2,9 @@
 
 import pytest
 
-from labs import dataloader, dataset_formats, loader_traps, tune_dataloader
+from labs import dataloader, dataset_formats, tune_dataloader
 from labs.chapters.nb02 import figures, figures_data
 from labs.kit.check import Prediction
-from labs.kit.measure import paired_ratio
 from labs.kit.record import Record, Records
 
 NEAR, FAR = (0.99, 1.0, 1.01, 1.0, 1.0), (0.5, 1.5, 0.7, 1.3, 1.0)
@@ -52,19 +51,6 @@ def test_single_samples_show_nothing():
     assert any("0 cannot be told from it" in said for said in dataloader.answer(run))
 
 
-@pytest.mark.parametrize(
-    ("waited", "busy", "words"),
-    [
-        (0.4, 0.95, "the loader limits"),
-        (0.02, 0.3, "the model limits"),
-        (0.2, 0.5, "do not tell"),
-        (0.02, 0.9, "do not"),
-    ],
-)
-def test_who_limits_is_read_from_the_timeline(waited, busy, words):
-    assert words in figures._who_waits("light model", waited, busy)
-
-
 def pinned(gain, device="cuda", kind="measured"):
     rates = {(p, n): 1000 * (gain if p and n else 1) for p in (False, True) for n in (False, True)}
     return Records(
@@ -85,29 +71,8 @@ def pinned(gain, device="cuda", kind="measured"):
     )
 
 
-def test_pinned_memory_is_judged_by_a_gpu_or_not_at_all(shown, tmp_path):
-    figures.pinned(pinned(1.5), tmp_path)
-    assert "Pinned memory with non_blocking: 1.50 x" in shown[0]
-    figures.pinned(pinned(1.0), tmp_path)
-    assert "no difference that this run can show" in shown[1]
-    figures.pinned(sweep(1, 2, 3, 4), tmp_path)
-    assert "does nothing but warn" in shown[2] and "no number is shown" in shown[3]
-    (tmp_path / "card" / "claims").mkdir(parents=True)
-    pinned(2.0).save(tmp_path / "card" / "claims" / "02.jsonl")
-    figures.pinned(sweep(1, 2, 3, 4), tmp_path)
-    assert "no GPU" in shown[4] and "Pinned memory with non_blocking: 2.00 x" in shown[5]
-
-
 def models(together, noise=NEAR):
     return Records([rate(1000, way="model", model="even"), rate(together, noise, way="both", model="even", workers=2)])
-
-
-def test_the_loaders_answer_turns_round():
-    assert "the model limits" in " ".join(dataloader.answer(models(990)))
-    assert "the loader, or cores that both share, limit" in " ".join(dataloader.answer(models(500)))
-    assert "may be what limits" in " ".join(dataloader.answer(models(900, FAR)))
-    assert "single samples" in " ".join(dataloader.answer(models(900, (1.0,))))
-    assert "pin_memory with non_blocking over neither: 1.50 x" in " ".join(dataloader.answer(pinned(1.5)))
 
 
 def formats(map_, worker, cold=None):
@@ -125,6 +90,18 @@ def formats(map_, worker, cold=None):
     return Records(found)
 
 
+def test_a_tuning_of_ones_own_has_told_its_answer_already():
+    assert list(tune_dataloader.answer(Records([make("tune_dataloader", "rate_per_s", NEAR, way="model alone")]))) == []
+
+
+def test_the_loaders_answer_turns_round():
+    assert "the model limits" in " ".join(dataloader.answer(models(990)))
+    assert "the loader, or cores that both share, limit" in " ".join(dataloader.answer(models(500)))
+    assert "may be what limits" in " ".join(dataloader.answer(models(900, FAR)))
+    assert "single samples" in " ".join(dataloader.answer(models(900, (1.0,))))
+    assert "pin_memory with non_blocking over neither: 1.50 x" in " ".join(dataloader.answer(pinned(1.5)))
+
+
 def test_a_format_is_judged_through_a_worker_and_from_this_disk_as_well(shown):
     figures_data.formats(formats(50_000, 10_000, cold=50), Prediction(3, "map"))
     assert "100 x in one process, 20 x through a worker" in shown[0]
@@ -133,99 +110,3 @@ def test_a_format_is_judged_through_a_worker_and_from_this_disk_as_well(shown):
     assert "0.8 x in one process" in shown[2] and "not measured" in shown[3]
     assert "the RAM cache gives" in " ".join(dataset_formats.answer(formats(400, 400)))
     assert "the memory map gives 100 x" in " ".join(dataset_formats.answer(formats(50_000, 10_000)))
-
-
-def scaled(wait, compute, noise=NEAR):
-    return Records(
-        make("loader_traps", "items_per_s", [300 * g * k for k in noise], source=s, workers=n)
-        for s, gain in (("sleep", wait), ("compute", compute))
-        for n, g in ((0, 1), (8, gain))
-    )
-
-
-def test_whether_waiting_gains_more_is_told_by_the_records():
-    def text(run):
-        rows = {s: run.where("items_per_s", source=s) for s in ("sleep", "compute")}
-        gain = {s: paired_ratio(found[-1].samples, found[0].samples) for s, found in rows.items()}
-        return figures_data._scaling_text(run, gain, GUESS)
-
-    assert "Items that wait gain more" in text(scaled(8, 2))
-    assert "cannot be told" in text(scaled(2, 2)) and "cannot be told" in text(scaled(1, 3))
-
-
-def test_the_answer_on_traps_names_only_those_that_were_met():
-    said = " ".join(loader_traps.answer(scaled(8, 1)))
-    assert "items that sleep: 8" in said and "items that compute: no difference" in said and "Random" not in said
-    draws = [
-        make("loader_traps", "duplicate_share", [v], "1", way=w, across="workers") for w, v in (("a", 0), ("b", 0.75))
-    ]
-    assert "drawn twice by: b." in " ".join(loader_traps.answer(Records(draws)))
-    assert "none of the ways tried" in " ".join(loader_traps.answer(Records(draws[:1])))
-    left = make("loader_traps", "processes_left", [3], "processes", trap="shm")
-    assert "3 worker processes are left behind" in " ".join(loader_traps.answer(Records([left])))
-
-
-def test_a_tuning_of_ones_own_has_told_its_answer_already():
-    assert list(tune_dataloader.answer(Records([make("tune_dataloader", "rate_per_s", NEAR, way="model alone")]))) == []
-
-
-def test_a_hanging_worker_is_shown_with_the_timeout_that_was_set(monkeypatch):
-    tables = []
-    monkeypatch.setattr(figures_data, "show_table", tables.append)
-    figures_data.failures_table(
-        Records(
-            make(
-                "loader_traps",
-                "seconds_until_error",
-                [0.5],
-                "s",
-                config={"loader_timeout_s": 0.4},
-                trap="failures",
-                failure="hangs",
-                named=named,
-                words="DataLoader timed out",
-                names_item=False,
-            )
-            for named in (False, True)
-        )
-    )
-    (name,) = tables[0].index
-    assert "timeout=0.4 s" in name and "waits for ever" in name
-
-
-@pytest.mark.parametrize(
-    ("loader", "waits", "words"),
-    [
-        (400.0, 0.02, "In 1 of 1 cases with workers, the loader alone is shown to be the faster one; in 1 of these"),
-        (400.0, 0.2, "in 0 of these, the model is shown to wait for less than 5 %"),
-        (50.0, 0.6, "In 0 of 1 cases with workers, the loader alone is shown to be the faster one."),
-    ],
-)
-def test_a_model_slower_than_its_loader_waits_or_not_as_the_records_say(loader, waits, words):
-    shares = Records([make("dataloader", "wait_share", [waits * k for k in NEAR], model="heavy", workers=2)])
-    rates = {"loader": (loader, {"workers": 2}), "model": (100.0, {"model": "heavy"})}
-    found = [
-        make("dataloader", "images_per_s", [rate * k for k in NEAR], way=way, **case)
-        for way, (rate, case) in rates.items()
-    ]
-    assert words in figures._fed_text(Records([*shares, *found]), list(shares))
-
-
-@pytest.mark.parametrize(
-    ("on_shared_cores", "words"),
-    [
-        (1000, "this run's noise"),
-        (960, "explain the smaller part of it; in CPU seconds, -17% remain"),
-        (840, "model and workers share the cores: that can explain it; in CPU seconds, -5% remain"),
-    ],
-)
-def test_shared_cores_are_named_as_the_cause_only_where_they_explain_most(on_shared_cores, words):
-    row = {
-        "model": "light",
-        "workers": 4,
-        "measured": rate(800),
-        "the slower one": 1000,
-        "shared cores": on_shared_cores,
-    }
-    text = figures._together_text([row], GUESS, row)
-    assert "-20% from the formula" in text and words in text

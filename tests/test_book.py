@@ -5,7 +5,6 @@ that takes an environment which `make book` has made, .venv-book, or Sphinx and 
 """
 
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -22,16 +21,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from playwright.sync_api import sync_playwright
-from processes import SLOWER
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "book"))
 
 import claim_table  # noqa: E402
-import glossary  # noqa: E402
 import notebook_map  # noqa: E402
-from pages import BadLink, Book  # noqa: E402
-from reading import Notebook, notebooks, slug  # noqa: E402
+from pages import NAMED, BadLink, Book  # noqa: E402
+from reading import Notebook, notebooks  # noqa: E402
 
 NOTEBOOKS = notebooks(ROOT)
 PNG = "iVBORw0KGgo="
@@ -42,15 +39,16 @@ PNG = "iVBORw0KGgo="
 
 @pytest.fixture
 def book(tmp_path):
-    """A repository with a notebook, a recipe and a README in two parts, ready to be written."""
+    """A repository with a notebook, a recipe and a README, ready to be written."""
     root = tmp_path / "course"
     for folder in ("notebooks", "labs/kit", "labs/recipes"):
         (root / folder).mkdir(parents=True)
-    (root / "README.md").write_text("# Course\n\n[mend](#mend-it)\n\n## From a shell\n\nLater.\n\n## Mend it\n\nSo.\n")
+    (root / "README.md").write_text("# Course\n\n[fix](#fix-it)\n\n## Fix it\n\nSo.\n")
     (root / "GLOSSARY.md").write_text("# Glossary\n\n**rank** [03](notebooks/03_b.ipynb): A process.\n")
     (root / "labs/recipes/train.py").write_text("print('```')\n")
     (root / "labs/kit/claims.toml").write_text("claim = []\n[articles]\n")
-    for name in ("INSTRUCTOR.md", "labs/recipes/README.md", "labs/recipes/CLUSTER.md"):
+    for name in NAMED[1:]:
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("# Page\n")
     figure = f'<img alt="Time" src="data:image/png;base64,{PNG}"><a href="../labs/recipes/train.py">x</a>'
     shown = new_output("display_data", data={"text/html": figure, "text/plain": "Time"})
@@ -70,7 +68,7 @@ def book(tmp_path):
         ("[a](../labs/recipes/train.py)", "[a](../code/labs/recipes/train.py.md)"),
         ("[`a`](../labs/recipes)", "[`a`](../labs/recipes/README.md)"),
         ("[a](../labs)", "a"),
-        ("[a](../README.md#mend-it)", "[a](../run.md#mend-it)"),
+        ("[a](../README.md#fix-it)", "[a](../index.md#fix-it)"),
         ("[a](https://x.org/a.md)", "[a](https://x.org/a.md)"),
         ("`[a](gone.py)`", "`[a](gone.py)`"),
         ("[![Run](https://x.org/run.svg)](https://x.org)", "[Run](https://x.org)"),
@@ -90,13 +88,13 @@ def test_all_pages_are_written_and_a_figure_that_comes_twice_is_one_file(book):
     pages = {str(p.relative_to(book.source)) for p in book.source.rglob("*.*")}
     assert {
         "index.md",
-        "run.md",
+        "docs/INSTALL.md",
         "map.md",
         "claims.md",
         "notebooks/03_b.ipynb",
         "code/labs/recipes/train.py.md",
     } <= pages
-    assert "[mend](run.md#mend-it)" in (book.source / "index.md").read_text()
+    assert "[fix](#fix-it)" in (book.source / "index.md").read_text()
     assert "````python\nprint('```')\n````" in (book.source / "code/labs/recipes/train.py.md").read_text()
     assert "[1. Who waits?](notebooks/03_b.ipynb#1-who-waits)" in (book.source / "GLOSSARY.md").read_text()
     cells = json.loads((book.source / "notebooks/03_b.ipynb").read_text())["cells"]
@@ -128,27 +126,6 @@ def test_the_map_says_what_is_needed_and_what_only_helps():
     }
     assert notebook_map.drawn(found) == {("00", "01"): False, ("01", "02"): True, ("02", "03"): True}
     assert notebook_map.drawn({("00", "01"): False, ("01", "02"): True, ("00", "02"): True})["00", "02"]
-
-
-def test_the_glossary_keeps_what_stands_around_its_words():
-    page = glossary.page(
-        "# Glossary\n\n**a** [00](x): A.\n\n**b** [00](x): B.\n\nThen.\n\n**c** [00](x): C.\n\nEnd.\n", []
-    )
-    directive = "````{glossary}\n"
-    assert page.count(directive) == 2 and page.count("````\n") == 2
-    assert page.index("b\n  [00](x): B.") < page.index("Then.") < page.index("c\n  [00](x): C.") < page.index("End.")
-
-
-def test_a_word_is_found_in_its_forms():
-    def found(word, text):
-        return glossary.pattern(word).search(text) is not None
-
-    assert (
-        found("rank", "two ranks")
-        and found("copy-on-write", "Copy on\nwrite")
-        and found("synchronise", "synchronising")
-    )
-    assert not found("rank", "franking") and not found("pass", "password") and not found("AMP", "ramp, amp")
 
 
 def test_verdicts_are_those_of_the_committed_run():
@@ -218,7 +195,7 @@ def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("book") / "site"
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS", "BOOK_REPOSITORY")}
     command = [python, ROOT / "book", "--out", out]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280 * SLOWER)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path: Page(path) for path in out.rglob("*.html")}
 
@@ -276,14 +253,6 @@ def test_every_figure_has_a_text(site):
 
 
 @built
-def test_headings_come_in_order(site):
-    for path, page in content(site).items():
-        levels = page.headings
-        assert levels[0] == 1 and levels.count(1) == 1, path.name
-        assert all(b <= a + 1 for a, b in itertools.pairwise(levels)), f"{path.name}: {levels}"
-
-
-@built
 def test_next_leads_through_all_notebooks(site):
     path, seen = top(site) / "index.html", []
     while site[path].next:
@@ -293,31 +262,6 @@ def test_next_leads_through_all_notebooks(site):
     names = [p.stem for p in seen if p.parent.name == "notebooks"]
     assert names == [n.path.stem for n in NOTEBOOKS]
     assert {"GLOSSARY", "claims", "map", "INSTRUCTOR"} <= {p.stem for p in seen}
-
-
-@built
-def test_search_finds_a_word_of_notebook_03(site):
-    index = (top(site) / "searchindex.js").read_text()
-    content = json.loads(index[index.index("{") : index.rindex("}") + 1])
-    number = content["docnames"].index("notebooks/03_dataparallel_vs_ddp")
-    found = content["terms"]["distributedsampl"]  # its stem
-    assert number in (found if isinstance(found, list) else [found])
-
-
-@built
-def test_formulas_are_drawn_and_outputs_are_there(site):
-    page = (top(site) / "notebooks" / "03_dataparallel_vs_ddp.html").read_text()
-    assert "<math" in page and "$S$" not in page
-    assert "<details" in page and "show_code" in page and "figures/" in page
-
-
-@built
-def test_pages_are_light(site):
-    assert {p.name: p.stat().st_size for p in site if p.stat().st_size > 1_000_000} == {}
-
-
-def test_slugs_of_links_and_headings_agree():
-    assert slug("4. When does it pay?") == slug("4.-When-does-it-pay?") == "4-when-does-it-pay"
 
 
 # -- in a browser
@@ -346,31 +290,6 @@ def test_no_page_scrolls_sideways_on_a_phone_or_asks_the_network(site, browser, 
         wrong += [f"{path.name} is {width} pixels wide"] if width > 390 else []
     context.close()
     assert wrong == []
-
-
-@built
-def test_a_table_that_is_wider_than_a_phone_says_on_which_side_there_is_more(site, browser):
-    tab = browser.new_page(viewport={"width": 390, "height": 844})
-    tab.goto((top(site) / "labs/recipes/README.html").as_uri())
-    table = tab.locator(".table-wrapper.more-right").first
-    assert "linear-gradient" in table.evaluate("box => getComputedStyle(box).maskImage")
-    table.focus()  # by keyboard, too
-    table.evaluate("box => { box.scrollLeft = box.scrollWidth }")
-    tab.wait_for_selector(".table-wrapper.more-left:not(.more-right)", timeout=60_000)
-    tab.set_viewport_size({"width": 2600, "height": 844})
-    tab.goto((top(site) / "GLOSSARY.html").as_uri())
-    assert tab.locator(".more-left, .more-right").count() == 0, "what fits has no faded edge"
-    tab.close()
-
-
-@built
-@pytest.mark.parametrize(("scheme", "shown"), [("light", "none"), ("dark", "brightness(0.86)")])
-def test_figures_are_less_bright_on_a_dark_page_and_keep_their_colours(site, browser, scheme, shown):
-    tab = browser.new_page(color_scheme=scheme)
-    tab.goto((top(site) / "notebooks" / "03_dataparallel_vs_ddp.html").as_uri())
-    filters = tab.eval_on_selector_all("article img", "all => all.map(img => getComputedStyle(img).filter)")
-    assert len(filters) > 5 and set(filters) == {shown}
-    tab.close()
 
 
 @built

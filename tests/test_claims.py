@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,23 +62,12 @@ def test_a_reason_says_on_what_it_was_measured():
     assert only_on([here, here, other]) == " (on 2 CPUs; elsewhere it may be otherwise)"
 
 
-def test_articles_are_cited_by_title_and_date():
-    for article in claims_module.articles().values():
-        assert article.title_en and re.fullmatch(r"\d{4}-\d\d-\d\d|no date in the text", article.date)
-        assert article.date in str(article) and article.title in str(article)
-
-
-def test_no_claim_points_at_another_row_or_at_private_notes():
-    for c in claims():
-        assert not re.search(r"\b([ABCDELPS]\d\d?)\b", f"{c.claim} {c.takeaway}".replace("E[", "")), c.id
-
-
 def test_every_claim_gets_one_row_and_without_evidence_nothing_counts_as_measured():
     found = table(gpus=0)
     assert len(found.rows) == 167 and sum(found.counts.values()) == 167
     for c, v in found.rows:
         untried = v.word.startswith("needs") or (v.word == "not tried yet" and c.gpus == 0)
-        assert untried or v.kind in ("published", "modelled", ""), c.id
+        assert untried or v.kind in ("published", "modelled", "") or c.verdict, c.id
         assert v.because
 
 
@@ -171,11 +159,6 @@ def test_a_depends_says_whether_cases_differ_or_nothing_could_be_told():
     assert depends(False, "It takes 1 s.").because == "This run cannot tell: It takes 1 s."
 
 
-def test_a_claim_is_about_its_notebooks_subject_or_has_one_of_its_own():
-    subject = {c.id: c.subject for c in claims()}
-    assert subject["B45"] == "installing" and subject["C01"] == subject["D34"] == "data parallelism"
-
-
 def test_registration_errors():
     with pytest.raises(ValueError, match=r"no claim 'Z99'"):
         verdict("Z99")(lambda evidence: None)
@@ -192,7 +175,8 @@ def test_registration_errors():
 def test_functions_of_a_notebook_say_not_tried_when_there_is_no_evidence(notebook):
     for claim, found in table(notebook, (), gpus=0, strict=True).rows:
         honest = (
-            found.word == "not tried yet"
+            claim.verdict  # an earlier run decided it
+            or found.word == "not tried yet"
             or found.word.startswith("needs")
             or found.kind in ("", "modelled", "published")
         )
@@ -227,15 +211,6 @@ def test_html_escapes_and_marks_code():
     text = table("08", gpus=0)._repr_html_()
     assert "<code>init_process_group</code>" in text and "<script" not in text
     assert text.count("<tr>") == text.count("<thead>") + len(claims("08")), "a head for each table"
-
-
-@pytest.mark.long
-def test_command_prints_all_and_counts_them():
-    """In a process of its own, as a reader starts it."""
-    command = [sys.executable, "-m", "labs.claims"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True).stdout
-    assert sum(f"\n{c.id}  " in f"\n{out}" for c in claims()) == 167
-    assert re.search(r"^167 claims: \d+ holds, \d+ does not hold, \d+ depends, \d+ needs N GPUs$", out, re.M)
 
 
 @pytest.fixture

@@ -2,19 +2,14 @@
 
 import functools
 import importlib
-import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from labs.classroom.slides.parts import parts_of
 from labs.kit import code
-from labs.kit.code import code_shown, diff_shown, refresh, show_code, shown_now
+from labs.kit.code import code_shown, diff_shown, refresh, shown_now
 from labs.kit.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
@@ -83,13 +78,6 @@ def test_functions_of_the_course_have_their_path_a_link_and_no_line_number():
         assert (ROOT / folder / ".." / "labs/kit/code.py").resolve().is_file()
 
 
-def test_neighbours_share_a_block_and_others_do_not():
-    plain = code_shown(code.show_code, code.show_diff, BadInput)["text/plain"]
-    heads = [line for line in plain.splitlines() if line.startswith("# ")]
-    assert heads == ["# labs/kit/code.py", "# labs/kit/errors.py"]
-    assert plain.index("def show_code") < plain.index("\n\n\ndef show_diff") < plain.index("class BadInput")
-
-
 @pytest.mark.parametrize(
     ("part", "first", "last"),
     [
@@ -154,21 +142,6 @@ def test_a_difference_is_counted_and_has_no_line_numbers(recipes):
     assert diff_shown("train_a", "train_a")["text/plain"].endswith(": 0 lines added, 0 removed")
 
 
-def test_a_difference_is_readable_text_where_html_is_stripped_of_styles(recipes):
-    (recipes / "train_a.py").write_text("if a < b:\n    pass\n")
-    (recipes / "train_b.py").write_text("if a < c:\n    pass\n")
-    markup = diff_shown("train_a", "train_b")["text/html"]
-    bare = re.sub(r"<[^>]+>", "", markup)
-    assert "-if a &lt; b:\n+if a &lt; c:\n     pass\n" in bare
-
-
-def test_comments_for_linters_are_left_out(module):
-    Path(module.__file__).write_text(
-        MODULE.replace("def train(n):", "def train(  # fmt: skip\n    n,  # noqa: E1 no\n):")
-    )
-    assert code_shown(module.train)["text/plain"].splitlines()[2:5] == ["def train(", "    n,", "):"]
-
-
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -183,53 +156,6 @@ def test_what_has_no_source_is_one_line(recipes, part, words):
     with pytest.raises(BadInput) as told:
         code_shown(part)
     assert words in str(told.value) and "\n" not in str(told.value)
-
-
-def test_nothing_to_show_and_no_recipes_are_told(monkeypatch, tmp_path):
-    with pytest.raises(BadInput, match="needs something to show"):
-        code_shown()
-    monkeypatch.setattr(code, "RECIPES", tmp_path / "none")
-    with pytest.raises(BadInput, match="there are none in this copy"):
-        code_shown("train_ddp")
-
-
-def test_in_a_terminal_it_is_printed(capsys):
-    show_code(BadInput)
-    assert capsys.readouterr().out.startswith("# labs/kit/errors.py\nclass BadInput(ValueError):\n")
-
-
-KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-
-
-@pytest.fixture
-def notebook(module, tmp_path):
-    """A notebook that shows a function of `module`, run; its path."""
-    cells = [
-        new_code_cell(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})", id="path"),
-        new_code_cell(f"from {module.__name__} import Loop\nfrom labs.kit.code import show_code", id="imports"),
-        new_code_cell("show_code(Loop.step)", id="shown"),
-        new_code_cell("def own(x):\n    return x", id="own"),
-        new_code_cell("show_code(own)", id="shown-own"),
-    ]
-    path = tmp_path / "01_shown.ipynb"
-    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), path)
-    run = "from nbconvert.preprocessors import ExecutePreprocessor as E; import nbformat, sys; p = sys.argv[1]"
-    run += "\nn = nbformat.read(p, 4); E().preprocess(n, {'metadata': {'path': '.'}}); nbformat.write(n, p)"
-    subprocess.run([sys.executable, "-c", run, path], check=True, cwd=ROOT)
-    return path
-
-
-@pytest.mark.long
-def test_nbval_fails_once_a_function_that_is_shown_has_changed(notebook, module):
-    """The promise of a shown function: a comment in it, too, is compared."""
-    outputs = [c.outputs for c in nbformat.read(notebook, as_version=4).cells]
-    assert "return x + 1" in outputs[2][0].data["text/plain"]
-    assert outputs[4][0].data["text/plain"] == "# in this notebook\ndef own(x):\n    return x"
-    nbval = [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", "--rootdir", notebook.parent]
-    assert subprocess.run([*nbval, notebook], capture_output=True, cwd=ROOT).returncode == 0
-    path = Path(module.__file__)
-    path.write_text(MODULE.replace("# the only line", "# one of two lines"))
-    assert subprocess.run([*nbval, notebook], capture_output=True, cwd=ROOT).returncode == 1
 
 
 def cells(*sources):
@@ -271,24 +197,3 @@ def test_what_cells_show_is_known_without_running_them(tmp_path):
 def test_a_cell_that_cannot_be_known_is_named(source):
     with pytest.raises(ValueError, match="cell c1"):
         shown_now(cells(IMPORTS, source))
-
-
-def test_slides_show_the_code_on_a_slide_of_its_own_and_coloured():
-    data = code_shown(code.show_code)
-    cell = new_code_cell("show_code(code.show_code)", outputs=[nbformat.v4.new_output("display_data", data=data)])
-    (part,) = parts_of([cell], set())
-    assert part.metadata.slideshow.slide_type == "subslide" and part.outputs == cell.outputs
-    from nbconvert import HTMLExporter
-
-    page, _ = HTMLExporter().from_notebook_node(new_notebook(cells=[part], metadata=KERNEL))
-    assert '<span class="k">def</span>' in page and ".highlight .k" in page
-
-
-def test_an_editable_round_is_on_the_slide_with_its_source():
-    source = textwrap.dedent("""
-        def train(rank):
-            return rank
-
-        run_on_ranks(train, 2)""").strip()
-    parts = parts_of([new_code_cell(source, outputs=[nbformat.v4.new_output("stream", text="0 1\n")])], set())
-    assert [p.source for p in parts] == [source, ""]

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import HERE, PYTHON, SLOWER, new_environment
+from processes import HERE, PYTHON, new_environment
 from speeds import first
 from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
 from labs.chapters.nb07 import figures, figures_overlap, figures_wire
-from labs.kit import explore
+from labs.kit import plot
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
@@ -50,7 +50,7 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
 @pytest.mark.parametrize("ranks", first(1, [3, 2, 4, 5]))
 def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
     fig, alt, sentence = figures.draw_ring(ranks)
-    explore.quick_jpeg(fig)
+    plot.to_png(fig)
     assert len(fig.axes) == 2 * ranks - 1 and f"the sum of all {ranks}" in alt
     assert f"{bus_factor('all_reduce', ranks):.2f} times the vector" in sentence
 
@@ -149,9 +149,9 @@ def test_an_interrupted_run_leaves_no_connection_paced(how, code):
     with subprocess.Popen(
         command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:
-        assert soon(limited, 200 * SLOWER), "the run paces its connections"
+        assert soon(limited, 200), "the run paces its connections"
         run.send_signal(how)
-        assert run.wait(60 * SLOWER) == code
+        assert run.wait(60) == code
     assert soon(lambda: not limited(), 5)
 
 

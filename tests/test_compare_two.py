@@ -10,10 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import NormalDist
 
 import pytest
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs.kit.measure import estimate
 
@@ -87,28 +86,6 @@ def test_what_is_there_is_found_and_what_is_not_is_not(monkeypatch, capsys):
     assert problems(loaded(), monkeypatch, capsys) == []
 
 
-MUTANTS = {
-    "the same order in every round": ("((1, 0), (0, 1))[k % 2]", "(0, 1)"),
-    "the warm-up counts": ("strict=True)][1:]", "strict=True)]"),
-    "no warm-up": ("range(args.rounds + 1)", "range(1, args.rounds + 1)"),
-    "the first number of the output": (".findall(text)[-1:]", ".findall(text)[:1]"),
-    "a point in place of an interval": ("low, high = interval(ratios)", "low = high = median(ratios)"),
-    "upside down": ("a / b for a, b in zip(*values", "b / a for a, b in zip(*values"),
-    "all against all": (
-        "[a / b for a, b in zip(*values, strict=True)][1:]",
-        "[a / b for a in values[0][1:] for b in values[1][1:]]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_recipe_with_a_fault_is_seen(name, monkeypatch, capsys):
-    old, new = MUTANTS[name]
-    source = RECIPE.read_text()
-    assert source.count(old) == 1
-    assert problems(loaded(source.replace(old, new)), monkeypatch, capsys) != []
-
-
 @pytest.mark.parametrize("n", [6, 8, 31])
 def test_the_interval_is_that_of_the_course(n):
     """Two bootstraps with other random numbers, one with scipy's Student t."""
@@ -118,17 +95,6 @@ def test_the_interval_is_that_of_the_course(n):
         low, high = loaded().interval(samples)
         course = estimate(samples)
         assert (low, high) == pytest.approx((course.low, course.high), abs=0.2 * (course.high - course.low))
-
-
-def test_as_many_rounds_as_it_asks_for_show_5_percent():
-    """4 of 5 times, on another machine's noise; the interval here is Gauss's own, for speed."""
-    recipe, draw = loaded(), random.Random(3)
-    ratios = [draw.gauss(1, 0.06) for _ in range(12)]
-    said = recipe.told(ratios, *recipe.interval(ratios), True)
-    needed = int(re.search(r"would take some (\d+) rounds", said)[1])
-    error = 1.2533 * 0.06 / needed**0.5  # of a median
-    seen = 1 - NormalDist(1.05 - 1.96 * error, error).cdf(1)
-    assert 0.6 < seen < 0.97, (needed, seen)
 
 
 # As a program
@@ -164,7 +130,7 @@ def start(tmp_path):
 def run(start):
     def run(*options):
         process = start(*options)
-        out, err = process.communicate(timeout=250 * SLOWER)
+        out, err = process.communicate(timeout=250)
         assert_no_survivors(process.mark)
         return process.returncode, out, err
 
@@ -242,7 +208,7 @@ def test_stopped_it_leaves_no_child(start, tmp_path, sign):
     wait_for((tmp_path / "begun").exists, what="the second command")
     wait_for(lambda: len(family(process.mark)) >= 4, what="its children")
     os.kill(process.pid, sign)  # to the recipe alone: its commands are in sessions of their own
-    _, err = process.communicate(timeout=250 * SLOWER)
+    _, err = process.communicate(timeout=250)
     assert process.returncode == 128 + sign and err == ""
     assert_no_survivors(process.mark)
 
@@ -260,7 +226,7 @@ def test_stopped_it_leaves_no_rank_of_torchrun(start):
 
     wait_for(ranks, what="two ranks")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=250 * SLOWER)
+    process.communicate(timeout=250)
     assert process.returncode == 130
     assert_no_survivors(process.mark)
 
@@ -282,4 +248,4 @@ def test_what_does_not_end_when_asked_is_killed(monkeypatch):
         monkeypatch.setattr(recipe, "range", lambda n: itertools.islice(itertools.count(), int(n)), raising=False)
         begun = time.monotonic()
         recipe.end(ignores)
-        assert ignores.wait(timeout=100 * SLOWER) == -signal.SIGKILL and time.monotonic() - begun >= 0.2
+        assert ignores.wait(timeout=100) == -signal.SIGKILL and time.monotonic() - begun >= 0.2

@@ -49,11 +49,6 @@ def test_strong_scaling_shares_one_batch():
     assert run.one("step_s", mode="single").case["batch_per_rank"] == 64
 
 
-def test_start_up_is_taken_apart(run):
-    phases = {r.case["phase"] for r in run.where("startup_s")}
-    assert phases == {"process start", "process group", "DDP constructor"}, "one rank alone has a first step, too"
-
-
 def step(mode, ranks, rows, seconds):
     case = {"mode": mode, "ranks": ranks, "batch_per_rank": rows}
     return Record("data_parallel", "step_s", "s", seconds, case=case, layout={"world_size": 2})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from labs import crossover, data_parallel, ddp_facts, ddp_overlap, ddp_parity, ddp_training, gradient_accumulation
+from labs import data_parallel, ddp_overlap
 from labs.chapters.nb03 import figures, figures_overlap, figures_scaling
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.measure import estimate
 from labs.kit.record import Record, Records
 from labs.parts.data_parallel import step_timeline
 
@@ -128,7 +127,6 @@ def ways(
     ddp=0.056,
     dp=0.07,
     reduce=0.004,
-    exchange=0.001,
     split="weak",
     shape=NOISE,
     sent=(1001.0, 1001.0),
@@ -144,33 +142,8 @@ def ways(
             ("dp", 2, dp, rows),
         )
     ]
-    found += [make("all_reduce_s", times(reduce), config), make("dp_exchange_s", times(exchange), config)]
+    found.append(make("all_reduce_s", times(reduce), config))
     return Records(found + ([make("wire_bytes_per_step", sent, config, unit="B")] if sent else []))
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        (ways(dp=0.052), "DataParallel is faster"),
-        (ways(dp=0.052), "can explain a part of it"),
-        (ways(dp=0.0535), "explain the whole difference"),
-        (ways(), "DDP is faster"),
-        (ways(), "the longer steps"),
-        (ways(dp=0.056, shape=WIDE), "shorter, this run cannot show"),
-        (ways(dp=0.052, exchange=0.01), "the cheaper exchange and the longer steps"),
-        (ways(dp=0.056, shape=WIDE), "no difference shown"),
-    ],
-)
-def test_dataparallel_or_ddp_follows_the_records(run, words):
-    assert words in figures.which_text({"MLP": run})
-
-
-@pytest.mark.parametrize(
-    ("ddp", "modelled", "words"),
-    [(0.05, 1.5, "hidden behind backward"), (0.09, 1.5, "slower"), (0.1 / 1.5, 1.5, "cannot tell")],
-)
-def test_beside_the_model_without_overlap(ddp, modelled, words):
-    assert words in figures._against_model(data_parallel.speedups(ways(ddp=ddp, shape=NOISE))["ddp", 2], modelled)
 
 
 @pytest.mark.parametrize(
@@ -203,82 +176,4 @@ def test_strong_beside_weak(strong, words):
     assert words in figures_scaling.strong_beside_weak(run, ways())
 
 
-@pytest.mark.parametrize(("copies", "words"), [(0.054, "this much from each other"), (0.05, "cannot show")])
-def test_the_ceiling(copies, words):
-    assert words in figures._ceiling_text(data_parallel.speedups(ways(copies=copies))["copies", 2], 2, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("ddp", "shape", "words"),
-    [(0.06, NOISE, "after 0.03"), (0.2, NOISE, "never earned back"), (0.1, WIDE, "cannot tell")],
-)
-def test_break_even_follows_the_interval(monkeypatch, ddp, shape, words):
-    told = []
-    monkeypatch.setattr(figures_scaling, "say", told.append)
-    run = Records([*ways(ddp=ddp, shape=shape), make("startup_s", 0.3, phase="process start")])
-    figures_scaling.break_even_text(run)
-    assert words in told[0]
-
-
-def test_undecided_cells_of_the_map_are_counted():
-    cell = {"modelled": 1.5, "width": 64, "batch": 4}
-    rows = [cell | {"measured": estimate(times(1.5), "x")}, cell | {"measured": estimate(times(1.1, WIDE), "x")}]
-    assert "in 1 the interval holds 1" in figures_scaling._crossover_text(rows, predict(2, "cells"))
-
-
 # -- the answers of the other labs turn with their records
-
-
-def test_answers_of_the_other_labs_turn_round():
-    def cells(speedup, spread=NOISE):
-        case = {"width": 64, "batch": 4, "gradient_bytes": 1000}
-        steps = [
-            make("step_s", times(t, shape), lab="crossover", mode=mode, **case)
-            for mode, t, shape in (("single", 0.01, NOISE), ("ddp", 0.02 / speedup, spread))
-        ]
-        return Records([*steps, *(make("all_reduce_s", 1e-4 + s / 1e9, size=s) for s in (2**12, 2**20))])
-
-    assert "faster than one in 1 of 1" in next(crossover.answer(cells(1.5)))
-    assert "slower in 1" in next(crossover.answer(cells(0.5)))
-    assert "the faster side in 1" in [*crossover.answer(cells(1.5))][1]
-    unsure = [*crossover.answer(cells(1.01, WIDE))]
-    assert "faster than one in 0 of 1" in unsure[0] and "the faster side" not in " ".join(unsure), "noise has no side"
-
-    def parity(fp64):
-        case = {"model": "cnn", "sync_batchnorm": False}
-        return Records(
-            make("gradient_relative_error", e, dtype=d, **case) for d, e in (("float32", 1e-7), ("float64", fp64))
-        )
-
-    assert "rounded" in next(ddp_parity.answer(parity(1e-16)))
-    assert "another gradient" in next(ddp_parity.answer(parity(1e-7)))
-    assert "pass --dtypes" in next(ddp_parity.answer(Records(list(parity(1e-7))[:1])))
-
-    def epoch(repeated):
-        signs = {
-            "loss": (2.0, 1.0),
-            "repeated_share": repeated,
-            "distinct_share": 1 - repeated,
-            "same_order_next_epoch": 0.0,
-            "parameter_spread": 0.0,
-        }
-        return Records(make(metric, samples, case="no_sampler") for metric, samples in signs.items())
-
-    assert "50% are repeats" in next(ddp_training.answer(epoch(0.5)))
-    assert "nothing to be seen" in next(ddp_training.answer(epoch(0.0)))
-
-    def gain(every):
-        errors = [make("gradient_relative_error", 1e-9, way="no_sync"), make("parameter_spread", 0.0, way="no_sync")]
-        steps = [
-            make("step_s", times(t, WIDE if i else NOISE), way=way)
-            for i, (way, t) in enumerate((("no_sync", 0.01), ("sync_every", every)))
-        ]
-        return Records([*steps, *errors])
-
-    assert "no difference" in next(gradient_accumulation.answer(gain(0.011)))
-    assert "no difference" not in next(gradient_accumulation.answer(gain(0.1)))
-
-
-def test_facts_in_sentences():
-    run = launch("ddp_facts", nproc=1, smoke=True)
-    assert "Parameters: the ranks differ by up to 0 before DDP" in " ".join(ddp_facts.answer(run))

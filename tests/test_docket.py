@@ -35,7 +35,7 @@ def test_the_docket_says_what_the_committed_notebooks_say():
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         number = path.name[:2]
         rows = [row for row in trial.rows if row[0].notebook == number]
-        if not rows or number == "11":
+        if number == "11" or all(claim.verdict for claim, _ in rows):
             continue
         outputs = [o for c in json.loads(path.read_text())["cells"] for o in c.get("outputs", [])]
         texts = ["".join(o.get("data", {}).get("text/plain", "")) for o in outputs]
@@ -64,7 +64,7 @@ def test_evidence_is_kept_in_a_kernel_alone_and_never_of_a_smoke_run(tmp_path, m
 
 
 def test_what_decides_is_found_by_leaving_out(monkeypatch):
-    claim = claims("03")[0]
+    claim = next(c for c in claims("03") if not c.verdict)
 
     def needs_both(records):
         slow, fast = records.one("step_s", way="slow"), records.one("step_s", way="fast")

@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from doctor_facts import made
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs import doctor
 from labs.kit.errors import BadInput
 from labs.kit.monitor import core_times
 from labs.parts.doctor import facts as doctor_facts
-from labs.parts.doctor import patience as patience_module
 from labs.parts.doctor import report, supervisor
 from labs.parts.doctor.counterfactuals import MODES
 from labs.parts.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST, Patience
@@ -104,7 +102,7 @@ class Started:
 
     def end(self) -> "Started":
         """Wait for it. Nothing may be left."""
-        self.said, self.errors = self.process.communicate(timeout=LIMIT_S * SLOWER)
+        self.said, self.errors = self.process.communicate(timeout=LIMIT_S)
         self.code = self.process.returncode
         assert_no_survivors(self.env[MARK])
         assert state(self.work) == self.before
@@ -202,7 +200,7 @@ def test_a_script_runs_as_it_would_alone(run, tmp_path):
 @pytest.mark.drill
 def test_let_it_write_lets_it_write(start, tmp_path):
     done = start(TRAINING + "open('mine.txt', 'w').write('x')\ntrain()", options=["--let-it-write"])
-    done.process.wait(LIMIT_S * SLOWER)
+    done.process.wait(LIMIT_S)
     assert (tmp_path / "work" / "mine.txt").read_text() == "x"
     (tmp_path / "work" / "mine.txt").unlink()
     done.before["."] = state(tmp_path / "work")["."]
@@ -237,18 +235,6 @@ def test_workers_and_children_write_to_the_scratch_folder_and_end(run, context):
     done = run(WORKERS.replace("{context!r}", repr(context)))
     assert done.code == 0, done.said + done.errors
     assert done.facts.ended == "done" and done.facts.loader.workers == 2
-
-
-COMPILED = TRAINING.replace("= nn.Linear(8, 2)", "= torch.compile(nn.Linear(8, 2))") + "train()"
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler here")
-def test_a_cache_of_torch_compile_outside_of_the_temporary_folder_is_used_and_kept(run, tmp_path):
-    """Its workers are programs, which know of no scratch folder."""
-    done = run(COMPILED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
-    assert done.facts.ended == "done" and len(done.facts.step_s) == 8, done.said + done.errors
-    assert list((tmp_path / "inductor").rglob("*.py"))
 
 
 def test_torch_compile_keeps_its_cache_where_it_would_be_without_the_doctor(monkeypatch):
@@ -308,30 +294,6 @@ def test_a_script_that_ends_early_is_told_as_it_ended(run, name):
     assert facts.error.startswith(error)
     assert all(word in done.said for word in words), done.said
     assert ("--let-it-write" in done.said) == (how == "error")
-
-
-TERMINAL = {
-    "_, width = os.popen('stty size', 'r').read().split()": "shutil.get_terminal_size()",
-    "os.get_terminal_size()": "shutil.get_terminal_size()",
-    "input()": "echo ANSWER | python -m labs.doctor",
-}
-UNCOMPILED = """import torch, torch._inductor.config as config
-config.cpp.cxx = ("no-such-compiler",)
-torch.compile(lambda x: x + 1)(torch.ones(2))"""
-
-
-@pytest.mark.skipif(shutil.which("stty") is None, reason="no stty here")
-@pytest.mark.parametrize("line", TERMINAL)
-def test_a_script_that_needs_a_terminal_is_told_what_helps(run, line):
-    """The doctor gives it none, as a batch job: such a line fails in one, too."""
-    done = run("import os\n" + line)
-    assert done.facts.ended == "error" and TERMINAL[line] in done.said and "--let-it-write" not in done.said
-
-
-@pytest.mark.long
-def test_a_script_that_needs_a_compiler_is_told_so(run):
-    done = run(UNCOMPILED)
-    assert done.facts.ended == "error" and "install one, as g++" in done.said and "--let-it-write" not in done.said
 
 
 @pytest.mark.long
@@ -400,36 +362,6 @@ def test_the_first_step_may_take_long_and_the_others_some_times_the_longest_of_t
     assert given.limit_s == 7 and given.is_over(7.1)
     given.saw(5, 6.0)
     assert given.limit_s == 7 and not given.is_over(12.0)
-
-
-def test_that_a_first_step_is_waited_for_is_said_now_and_then():
-    patience = Patience(None, 0.0)
-    said = [now for now in range(300) if patience.is_to_say(float(now))]
-    assert said == [60, 120, 180, 240]
-    words = "no step of an optimizer for 240 s, the first is waited for up to 900 s (--patience)"
-    spawned = (
-        "; steps of ranks that it starts itself (mp.spawn) are not seen: then end this, and start them by torchrun"
-    )
-    assert patience.words(240.0, "") == words + spawned
-    where = "; the script stands in train.py:7, in load"
-    assert patience.words(240.0, "train.py:7, in load") == words + where + spawned
-    patience.saw(1, 299.0)
-    assert not patience.is_to_say(1000.0)
-
-
-def test_where_the_script_stands_before_its_first_step_is_said_each_time_anew(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(patience_module, "SAY_S", 0.5)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    script = tmp_path / "train.py"
-    script.write_text("import time\ndef load():\n    time.sleep(4)\nload()\ndef meet():\n    time.sleep(4)\nmeet()")
-    (facts,) = supervisor.examine(supervisor.Order([str(script)]), Place(), lambda facts: None)
-    said = [
-        line.rpartition("stands in ")[2].partition(";")[0]
-        for line in capsys.readouterr().err.splitlines()
-        if "waited for" in line
-    ]
-    assert [at for at in dict.fromkeys(said) if "train.py" in at] == ["train.py:3, in load", "train.py:6, in meet"]
-    assert facts.ended == "script ended"
 
 
 @pytest.mark.drill
@@ -638,21 +570,14 @@ def children_s() -> float:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("", "the following arguments are required: script"),
         ("nothing.py", "there is no script nothing.py"),
-        (".", "there is no script ."),
         ("--steps 0 train.py", "--steps must be from 1 to 10000, not 0"),
         ("--seconds -1 train.py", "--seconds must be a number from 0 on, not -1"),
-        ("--patience nan train.py", "--patience must be a number of seconds from 1 on, not nan"),
         ("--out train.py train.py", "--out train.py is not a folder"),
-        ("--out train.py/x train.py", "--out: {here}/train.py is not a folder"),
         ("--compare none.json train.py", "--compare: none.json cannot be read (No such file or directory)"),
-        ("--compare train.py train.py", "--compare: train.py"),
         ("--only same train.py", "there is no counterfactual 'same': "),
-        ("--stepz 3 train.py", "unrecognized arguments: --stepz"),
         ("train.ipynb", "train.ipynb is a notebook: "),
         ("-m pkg.train --lr 1", "-m: there is no module pkg in this folder, nor among the installed ones"),
-        ("--steps 3 -m", "-m needs the name of a module"),
         ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
     ],
 )
@@ -729,14 +654,3 @@ def test_the_page_is_printed_and_the_report_is_written(tmp_path):
     assert json.loads((tmp_path / "after" / "report.json").read_text())["facts"][0]["ended"] == "done"
     left = sorted(name for name in os.listdir(tmp_path) if not name.startswith(TORCHS_OWN))
     assert left == ["after", "doctor-report", "train.py"]
-
-
-def test_whoever_reads_the_page_may_leave_early_and_the_report_is_written(tmp_path, monkeypatch, capsys):
-    (tmp_path / "train.py").touch()
-    wanted = doctor.options(["--out", str(tmp_path / "out"), str(tmp_path / "train.py")])
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w", buffering=1) as closed:  # as `| head` leaves it
-        monkeypatch.setattr(sys, "stdout", closed)
-        doctor.tell([made()], wanted, 0, [])
-    assert (tmp_path / "out" / "report.json").exists() and capsys.readouterr().err == ""

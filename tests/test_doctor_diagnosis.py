@@ -2,11 +2,8 @@
 
 import math
 import random
-import statistics
-from types import SimpleNamespace
 
 import pytest
-import torch
 from doctor_facts import STARVED, STEP_S, WELL, made
 
 from labs.kit.measure import Estimate, estimate
@@ -16,11 +13,6 @@ from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, h
 from labs.parts.doctor.facts import AS_IS, Line
 
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
-
-
-class Numbers(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
 
 
 LOOP = {"optimizers": [{"kind": "AdamW", "fused": False, "foreach": False}]}
@@ -144,70 +136,6 @@ def test_an_interval_that_holds_1_and_more_is_neither_healthy_nor_a_finding():
     facts.turns_s["half precision"] = [[s] for s in (0.03, 0.07, 0.03, 0.07, 0.03, 0.07, 0.03, 0.07)]
     assert not diagnose([facts]) and not any("half precision" in text for text in healthy([facts]))
     assert any(text.startswith("no difference that") and "half precision" in text for text in unknown([facts]))
-
-
-def _unclear(**more):
-    """What is said of a counterfactual whose rounds scatter."""
-    facts = made(modes={}, **more)
-    facts.turns_s["half precision"] = [[s] for s in (0.03, 0.07) * (len(facts.turns_s[AS_IS]) // 2)]
-    return next(text for text in unknown([facts]) if "half precision 1" in text)
-
-
-def test_what_would_make_a_wide_interval_narrower_is_told():
-    assert "(--seconds 160 tells more, best with nothing else on this machine)" in _unclear(seconds=40.0)
-    assert "(--seconds 80 tells more" in _unclear(seconds=40.0, rounds=20), "no more than 40 rounds are ever taken"
-    assert "(40 rounds were taken: a machine with nothing else to do" in _unclear(seconds=40.0, rounds=40)
-
-
-ENDS = {
-    "script ended": "the script ended after 100 steps: let it train longer, or look at less",
-    "exit": "the script left after 100 steps",
-    "error": "the script failed after 100 steps",
-    "silent": "--patience N waits longer",
-    "killed": "the run was ended after 100 steps",
-}
-
-
-@pytest.mark.parametrize("ended", ENDS)
-def test_what_was_wanted_and_never_reached_is_named_with_how_the_run_ended(ended):
-    wanted = ["same batch again", "no printing", "larger batch", "more workers"]
-    facts = made(
-        modes={"same batch again": STEP_S},
-        ended=ended,
-        stage="in turn",
-        planned=wanted,
-        left_out={"no printing": "9 s are too short for it: --seconds 12"},
-    )
-    (said,) = [text for text in unknown([facts]) if text.startswith("not tried")]
-    assert "no printing (9 s are too short for it: --seconds 12)" in said
-    assert "larger batch, more workers (" in said and ENDS[ended] in said and "same batch" not in said
-    whole = made(modes={"same batch again": STEP_S}, planned=wanted[:1])
-    assert not any(text.startswith("not tried") for text in unknown([whole]))
-
-
-def test_what_one_rank_s_death_has_cut_off_is_named_with_that_rank():
-    """The other rank has rounds of its own, which no bound can be made of."""
-    alive = made(modes={"no exchange": STEP_S}, ranks=2, ended="error", stage="in turn", planned=["no exchange"])
-    dead = made(modes={}, rank=1, ranks=2, ended="killed", stage="in turn", steps=30, planned=["no exchange"])
-    dead.steps, dead.turns_s = 70, {}
-    (said,) = [text for text in unknown([alive, dead]) if text.startswith("not tried")]
-    assert "no exchange (the run of rank 1 was ended after 70 steps)" in said
-
-
-@pytest.mark.parametrize("printing", [0, 1])
-def test_what_one_rank_has_and_another_has_not_is_told_once(printing):
-    """Rank 0 alone prints in most scripts: what that costs is known from its steps, and the other rank has none."""
-    why = {"no printing": "there was none of it in these steps"}
-    facts = [made(WELL | {"print": 0.01 * (rank == printing)}, rank=rank, ranks=2, not_tried=why) for rank in (0, 1)]
-    facts[1 - printing].gone = ["no printing"]
-    told = [text for text in (*healthy(facts), *unknown(facts)) if "no printing" in text]
-    assert len(told) == 1 and told[0].startswith("no printing: at most 1.01 x"), told
-    alone = made(not_tried=why, gone=["no printing"])
-    assert any("no printing (there was none" in text for text in unknown([alone]))
-
-
-def test_that_no_counterfactual_was_wanted_is_told():
-    assert any("--seconds 0" in text for text in unknown([made(rounds=0, seconds=0.0)]))
 
 
 def test_rounds_are_paired_by_their_place():
@@ -429,23 +357,6 @@ def test_memory_that_grows_is_told_with_its_rate():
     assert not diagnose([facts]) and any("it lasts for a million steps" in text for text in healthy([facts]))
 
 
-def test_a_part_is_never_told_longer_than_its_step():
-    """A few slow steps: the mean of their own lines is above the median step, so the mean step is told."""
-    facts = made({"rest": 0.4, "forward": 0.3, "backward": 0.3}, noise=0.001)
-    for i in range(0, 30, 3):
-        facts.step_s[i] += 0.3
-        facts.spans_s["rest"][i] += 0.3
-    [found] = [f for f in diagnose([facts]) if f.name == "own_code"]
-    assert statistics.median(facts.step_s) < 0.051
-    assert "own lines take 120 ms of a step's 150 ms on average" in found.what
-
-
-@pytest.mark.parametrize(("kind", "ahead"), [("prepare", True), ("rest", False)])
-def test_own_lines_before_the_model_may_make_a_batch_which_workers_can_do_ahead(kind, ahead):
-    [found] = diagnose([made({kind: 0.8, "forward": 0.2})])
-    assert found.name == "own_code" and ("collate_fn" in found.cure) == ahead and "every 50 steps" in found.cure
-
-
 def test_the_hooks_own_time_is_not_told_as_lines_of_the_script():
     parts = {"rest": 0.4, "forward": 0.3, "backward": 0.3}
     assert "own_code" in names([made(parts, step_s=3e-4)])
@@ -497,14 +408,6 @@ def test_what_is_switched_on_and_could_not_be_priced_is_read():
     assert not diagnose([priced])  # it is on, and costs nothing
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_the_cure_names_the_half_precision_that_was_tried(half):
-    facts = made(modes={"half precision": 0.03})
-    facts.training["half"] = half
-    (found,) = diagnose([facts])
-    assert f"torch.{half})" in found.cure and ("GradScaler" in found.cure) == (half == "float16")
-
-
 def test_the_line_is_that_of_the_noted_call_or_of_the_source(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import x\n\nloader = torch.utils.data.DataLoader(data)  # <b>\nprint(loss)\n")
@@ -514,48 +417,6 @@ def test_the_line_is_that_of_the_noted_call_or_of_the_source(tmp_path):
     assert loader.where == "train.py:3  loader = torch.utils.data.DataLoader(data)  # <b>"
     assert printing.where == "train.py:4  print(loss)"
     assert called(str(tmp_path / "none.py"), ["DataLoader"]) == ""
-
-
-def hit(rule, line=4):
-    return SimpleNamespace(
-        rule=rule,
-        file="/x/train.py",
-        line=line,
-        code="  print(loss)",
-        why="It waits.",
-        source="",
-        cure="every 50",
-        notebook="01",
-        section="1",
-        certainty="costs",
-    )
-
-
-def test_hits_follow_with_what_was_measured_of_them():
-    noted = Line("print", "print", "/x/train.py", 4, "print(loss)", 1.0, 9.0)
-    facts = made(modes={"no printing": 0.03, "same batch again": STEP_S, "fewer threads": 0.04}, lines=[noted])
-    facts.machine["threads"] = 8
-    rules = ["reads", "no-workers", "too-many-threads", "reads-each-step", "wrong"]
-    found = diagnose([facts], [hit(rule, 4 if rule == "reads" else 7) for rule in rules])
-    assert [f.name for f in found] == ["printing", "threads", *rules]
-    told = {f.name: f.what for f in found}
-    assert told["reads"] == "It waits (see printing above)" and told["wrong"] == "It waits"
-    assert told["no-workers"].startswith("It waits (measured: no difference")
-    assert told["too-many-threads"] == "It waits (see threads above)" and "not the CPU" in told["reads-each-step"]
-
-
-def test_exchange_that_noise_hides_in_turn_is_told_as_its_part_of_a_step():
-    parts = {"exchange": 0.2, "forward": 0.3, "backward": 0.5}
-    facts = [made(parts, {"no exchange": 1.04 * STEP_S}, rank=rank, ranks=2) for rank in range(2)]
-    found = diagnose(facts)[0]
-    assert (found.name, found.by) == ("exchange", FROM_PARTS)
-    assert found.what.startswith(("10.0 ms of a step's", "9.99 ms of a step's")), found.what
-
-
-def test_what_is_seen_and_read_is_told_once():
-    facts = made()
-    facts.training["anomaly"] = True
-    assert [f.cure for f in diagnose([facts], [hit("anomaly")])] == ["every 50"]
 
 
 def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
@@ -574,42 +435,10 @@ def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
     assert "more workers are not faster" in diagnose([facts])[0].cure
 
 
-def test_of_workers_that_were_not_tried_it_is_not_said_that_they_are_no_faster():
-    """Nor is a worker given up that is no slower than none: it loads beside the rest of a step."""
-    facts = made(modes={"same batch again": 0.005}, loader_s={"0": [0.05], "1": [0.055]})
-    facts.loader.workers = 1
-    assert "num_workers=2" in diagnose([facts])[0].cure
-    facts.machine["cores"] = 1
-    assert diagnose([facts])[0].cure.startswith("do less") and "not faster" not in diagnose([facts])[0].cure
-
-
-def test_workers_of_an_iterable_data_set_are_told_to_share_its_samples():
-    facts = made(modes={"same batch again": 0.02})
-    assert "get_worker_info" not in diagnose([facts])[0].cure
-    numbers = torch.utils.data.DataLoader(Numbers(), batch_size=2)
-    facts.loader.sampler = type(numbers.sampler).__name__
-    assert "num_workers=2" in diagnose([facts])[0].cure and "get_worker_info" in diagnose([facts])[0].cure
-
-
-def test_models_that_the_hooks_do_not_see_are_not_told_as_lines_of_the_script():
-    facts = made({"prepare": 0.8, "forward": 0.2})
-    facts.lines = [Line("model", "", "/home/me/train.py", 7, "wanted = teacher(x)", 0.0, 20.0)]
-    assert "own_code" not in names([facts])
-    assert any("(train.py:7): 20.0 ms of 'own code between steps'" in text for text in unknown([facts]))
-    facts.lines.append(Line("prepare", "", "/home/me/train.py", 5, "x = draw()", 0.0, 20.0))
-    [found] = diagnose([facts])
-    assert found.name == "own_code" and "lines take 19.9 ms of" in found.what and found.where.startswith("train.py:5  ")
-
-
 def test_where_no_model_is_seen_own_lines_may_be_the_model():
     facts = made({"prepare": 0.8, "backward": 0.2})
     facts.training["forward_seen"] = False
     assert not names([facts])
-
-
-def test_evaluation_that_the_training_learns_from_is_to_be_left():
-    [found] = diagnose([made({"evaluation": 0.5, "forward": 0.5})])
-    assert found.name == "validation" and "leave it where what comes out is trained on" in found.cure
 
 
 def test_ranks_between_which_no_exchange_is_seen_are_told():
@@ -696,11 +525,6 @@ def test_runs_that_do_not_compare_are_flagged():
     found = compare.compare(before, after)
     assert found.unit == "steps/s" and len(found.warnings) == 4
     assert any("cpu was A, now B" in w for w in found.warnings)
-
-
-def test_the_same_training_twice_shows_no_difference():
-    before, after = _report([made()]), _report([made(modes=MODES)])
-    assert "no difference that these two runs can show" in compare.page(before, after).splitlines()[0]
 
 
 def test_an_option_is_cured_only_if_the_training_has_it_now():

@@ -1,6 +1,5 @@
 """What notebook 12 shows of the doctor: visits, figures, a counterfactual of one's own, a loop that is read."""
 
-import html
 import importlib.metadata
 import itertools
 import os
@@ -10,25 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctor_facts import STEP_S, made
 from doctor_patients import environment
 from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12 import advice, figures_visit, reading, visit
 from labs.chapters.nb12 import editable_counterfactual as editable
-from labs.classroom.room.machines import HEADLINES
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
-from labs.kit.measure import estimate
-from labs.kit.plot import figure, to_png
-from labs.kit.record import Record, Records
-from labs.parts.doctor import report, rules
+from labs.kit.plot import to_png
+from labs.parts.doctor import rules
 from labs.parts.doctor.cases import BY_NAME
 from labs.parts.doctor.counterfactuals import MODES
-from labs.parts.doctor.facts import KINDS
 
 ROOT = Path(__file__).parents[1]
-FAST = "same batch again"
 
 
 @pytest.fixture
@@ -46,56 +39,7 @@ def shown(monkeypatch, capsys):
     return of
 
 
-def visited(**more):
-    return report.make([made({"data": 0.5, "forward": 0.2, "backward": 0.3}, {FAST: STEP_S / 2}, **more)])
-
-
 # Figures
-
-
-def test_the_largest_part_is_named_and_compared_with_the_guess(shown):
-    said = shown(figures_visit.step, visited(), predict(20, "w", unit="%"))
-    assert "largest part of a step is waiting for data: 25.0 of 50" in said
-    assert "30 points below" in said
-
-
-def test_the_rank_with_more_of_its_own_is_late_and_not_the_one_with_the_long_backward(shown):
-    waiting = made({"forward": 0.2, "backward": 0.8}, rank=0, ranks=2)
-    late = made({"forward": 0.2, "prepare": 0.5, "backward": 0.3}, rank=1, ranks=2)
-    said = shown(figures_visit.late, report.make([waiting, late]), predict(20, "w", unit="%"))
-    assert "rank 1 has 25.0 ms more of own code between steps" in said
-    assert "50 % of rank 0's step is a wait for rank 1" in said and "30 points below" in said
-
-
-def test_equal_ranks_do_not_wait(shown):
-    both = [made({"forward": 0.4, "backward": 0.6}, rank=rank, ranks=2, noise=0) for rank in range(2)]
-    assert "about 0 % of rank 0's step" in shown(figures_visit.late, report.make(both))
-
-
-def gain(*ratios):
-    return Records([Record("doctor", "gain", "x", ratios, case={"patient": "slow_loader", "cure": "other"})])
-
-
-@pytest.mark.parametrize(
-    ("ratios", "said"),
-    [
-        ((1.9, 1.95, 2.0, 2.0, 2.0, 2.05, 2.1), "cannot tell from the bound"),
-        ((1.0, 1.0, 1.01, 1.02, 0.99, 1.0, 1.0), "leaves some of it"),
-        ((4.0, 4.0, 4.1, 4.0, 3.9, 4.0, 4.0), "more than the bound allows"),
-    ],
-)
-def test_a_cure_is_held_against_what_was_promised(shown, ratios, said):
-    told = shown(figures_visit.promised, visited(), predict(2, "g", unit="x"), gain(*ratios))
-    assert (
-        said in told
-        and sum(s in told for s in ("cannot tell from the bound", "leaves some", "more than the bound")) == 1
-    )
-
-
-def test_a_counterfactual_is_per_sample_and_without_a_cure_nothing_is_promised(shown):
-    found = report.make([made(None, {"larger batch": 1.5 * STEP_S}, samples_factor={"larger batch": 2.0})])
-    assert estimate(figures_visit.ratios_of(found)["larger batch"]).value == pytest.approx(2 / 1.5, rel=0.05)
-    assert "Larger batch: as tried 1.3" in shown(figures_visit.promised, found)
 
 
 # Visits
@@ -108,33 +52,10 @@ def test_cures_change_the_patient_and_one_takes_the_bad_line_away():
     assert len({case.text, *texts.values()}) == 3
 
 
-def test_the_room_compares_the_cure():
-    (headline,) = [h for h in HEADLINES if h.notebook == "12"]
-    step_s = {
-        "as it is": [2.0, 2.2, 2.1],
-        **{cure: [1.0, 1.1, 1.0] for cure in visit.cured_texts(BY_NAME["slow_loader"])},
-    }
-    kept = Records(visit._gains(step_s, "slow_loader"))
-    assert headline.find(kept).value == pytest.approx(2.0, rel=0.1)
-
-
-def test_lines_are_shown_with_the_numbers_that_the_report_uses(capsys):
-    visit.show_lines("slow_loader", "dataset = ", "workers = 0")
-    first = capsys.readouterr().out.splitlines()[0]
-    assert int(first.split()[0]) == BY_NAME["slow_loader"].line and "Files(images, labels)" in first
-
-
 def test_a_doctor_without_a_report_is_told(monkeypatch):
     monkeypatch.setattr(visit, "doctor_command", lambda script, options: ["sh", "-c", "echo no torch here >&2; exit 3"])
     with pytest.raises(BadInput, match=r"exit code 3\): no torch here"):
         visit.examine("slow_loader")
-
-
-def test_the_page_is_split_and_nothing_is_lost(shown):
-    found = visited()
-    said = html.escape(html.unescape(shown(visit.show_page, found, "python -m labs.doctor train.py")), quote=False)
-    assert all(line.strip() in said for line in html.escape(report.page(found), quote=False).splitlines())
-    assert said.index("WHERE A STEP GOES") < said.index("&lt;The rest of the page") < said.index("HEALTHY")
 
 
 @pytest.mark.long
@@ -274,20 +195,3 @@ def test_the_doctor_needs_what_the_notebook_says_and_nothing_else_of_the_course(
 
 
 # What a short or a busy run leaves
-
-
-def test_without_rounds_the_bound_by_arithmetic_is_drawn_and_without_any_bound_nothing(shown):
-    waits = {"data": 0.5, "forward": 0.2, "backward": 0.3}
-    found = report.make([made(waits, rounds=0)])
-    assert "same batch again, from the parts" in shown(figures_visit.promised, found, predict(2, "g", unit="x"))
-    assert "nothing to draw" in shown(figures_visit.promised, report.make([made(rounds=0)]), predict(2, "g", unit="x"))
-    assert "Other: " in shown(figures_visit.promised, report.make([made(rounds=0)]), None, gain(1.9, 2.0, 2.1, 2.0))
-
-
-def test_many_small_parts_leave_the_legend_in_the_figure():
-    fig, ax = figure(
-        "message", xlabel="mean step (ms)", ylabel="rank", records=gain(1.0), size=(7.8, 2.6), legend_below=True
-    )
-    figures_visit._rows(ax, {0: {k: 10.0 if k == "data" else 0.1 for k in KINDS}}, ["data"])
-    to_png(fig)
-    assert ax.get_legend().get_window_extent().x1 <= fig.bbox.x1

@@ -122,25 +122,8 @@ def test_a_rare_save_costs_what_its_steps_are_longer_by():
     assert found.bound.value == pytest.approx(2, rel=0.01)
 
 
-def test_memory_that_copies_come_from_is_an_option():
-    facts = gpu(copy_s={"pageable": [0.02] * 3, "pinned": [0.005] * 3})
-    (found,) = diagnose([facts])
-    assert (found.name, found.kind) == ("pageable", OPTION)
-
-
 def _report(facts):
     return report.Report(facts, diagnose(facts), healthy(facts), unknown(facts))
-
-
-def test_the_step_is_the_one_that_does_not_wait_for_the_device_and_the_wait_is_called_the_doctors():
-    facts = gpu(HIDDEN, beside_s=0.020, step_s=0.025)
-    page = report.page(_report([facts]))
-    assert "A step takes 20.0 ms" in page and "that is 1600 samples/s" in page.replace(",", "")
-    assert "the doctor's wait for the device" in page and "without that wait it takes 20.0 ms" in page
-    facts.turns_s = {}
-    page = report.page(_report([facts]))
-    assert "up to the end of the device's work" in page and "A step takes 25" in page
-    assert "doctor's wait" not in report.page(_report([made()]))
 
 
 def test_before_and_after_are_steps_without_that_wait():

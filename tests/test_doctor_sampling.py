@@ -102,8 +102,3 @@ def test_memory_is_noted_after_each_step(seen):
     grows = bounds.growth(series, "B")
     assert 0.9e6 < grows.low <= grows.value < 1.5e6
     assert any(f.name == "growing" for f in diagnose([seen])) and seen.memory["free"] > 0
-
-
-def test_looking_costs_little(seen):
-    """Below 3 % is for test_doctor_cost, on a quiet machine: looks cost more beside a neighbour, and sleeps no more."""
-    assert 0 < seen.cost["s"] < 0.1 * sum(seen.step_s) / len(seen.step_s)

@@ -427,33 +427,3 @@ def test_memory_that_is_a_disk_has_no_more_room_than_memory(tmp_path, monkeypatc
     assert not scratch_room._is_memory("/proc")
     if Path("/dev/shm").is_dir():
         assert scratch_room._is_memory("/dev/shm")
-
-
-def test_reading_a_dataset_s_files_costs_little(tmp_path):
-    """Less than a tenth of what decoding an image of 100 kB takes; ten times what is usual fails."""
-    code = """
-    import os, time
-    names = [os.path.abspath(f"data/{n}") for n in range(200)]
-    os.makedirs("data")
-    for name in names:
-        open(name, "w").close()
-    scratch.install(sys.argv[2])
-    plain = scratch.true.open_file  # a name here for io.open would have been replaced
-    def seconds(opened):
-        begun = time.process_time()
-        for name in names:
-            opened(name).close()
-        return time.process_time() - begun
-    print(min(seconds(open) - seconds(plain) for _ in range(30)) / len(names))
-    """
-    (tmp_path / "run").mkdir()
-    command = [
-        sys.executable,
-        "-B",
-        "-c",
-        PRELUDE.replace("len(sys.argv) > 1", "False") + textwrap.dedent(code),
-        "",
-        tmp_path / "run" / "scratch",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env=new_environment(), text=True, capture_output=True, check=True)
-    assert float(done.stdout) < 300e-6

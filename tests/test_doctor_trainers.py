@@ -52,39 +52,6 @@ def test_whose_loop_it_is_is_seen_at_a_step(modules, trainer):
     assert look_at(run, [], steps=1).training["trainer"] == trainer
 
 
-def test_its_own_option_stands_beside_torchs():
-    starved = made(STARVED, {"same batch again": STEP_S / 2})
-    [plain] = diagnose([starved])
-    starved.training["trainer"] = "transformers"
-    [found] = diagnose([starved])
-    assert "TrainingArguments" not in plain.cure and found.cure.startswith(f"{plain.cure} - in TrainingArguments: ")
-    assert "dataloader_num_workers" in found.cure
-
-
-def test_its_own_lines_are_not_called_the_scripts():
-    busy = made({"forward": 0.3, "backward": 0.3, "optimizer": 0.1, "rest": 0.3})
-    [plain] = diagnose([busy])
-    busy.training["trainer"] = "Lightning"
-    [found] = diagnose([busy])
-    assert plain.name == found.name == "own_code" and plain.what.startswith("the script's own lines take")
-    assert found.what.startswith("lines of Lightning and of the script take") and "Lightning's own" in found.cure
-
-
-@pytest.mark.parametrize(
-    ("trainer", "half", "option"),
-    [
-        ("transformers", "bfloat16", "bf16=True"),
-        ("transformers", "float16", "fp16=True"),
-        ("Lightning", "bfloat16", 'precision="bf16-mixed"'),
-        ("Lightning", "float16", 'precision="16-mixed"'),
-        ("Accelerate", "bfloat16", 'mixed_precision="bf16"'),
-        ("Accelerate", "float16", 'mixed_precision="fp16"'),
-    ],
-)
-def test_the_format_has_the_name_that_the_trainer_gives_it(trainer, half, option):
-    assert option in cure(trainer, "half_precision", half)
-
-
 def test_every_cure_is_of_a_finding_and_of_a_trainer_that_can_be_seen():
     assert set(CURES) == set(TRAINERS.values())
     assert all(set(cures) <= FINDINGS for cures in CURES.values())

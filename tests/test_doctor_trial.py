@@ -10,7 +10,6 @@ import pytest
 from processes import assert_no_survivors, new_environment
 
 from labs import doctor_trial as trial
-from labs.chapters.nb12 import figures_trial as figures
 from labs.doctor_trial import Config, Seen
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance, load
@@ -79,23 +78,6 @@ def test_a_bound_is_compared_with_the_gain_of_the_cure():
     assert kept == {"slow_loader": True, "threads": False}
 
 
-def test_the_answer_names_those_that_went_wrong():
-    said = " ".join(trial.answer(made()))
-    assert "first or second in 50 % [19, 81]" in said and "first in 33 %" in said
-    assert "threads (validation)" in said and "no_set_epoch (no-workers)" in said
-    assert "accused in 50 % [15, 85]: images of exchange; train_ddp of loss-kept" in said
-    assert "50 %" in said and "threads (1.10x promised, 3.10x given)" in said
-
-
-def test_figures_say_in_words_what_they_show(capsys):
-    for draw in (figures.shares, figures.confusion, figures.bounds_against_gains):
-        draw(made())
-    said = capsys.readouterr().out
-    assert "Not always named: no_set_epoch, threads" in said and "Accused at least once: images, train_ddp" in said
-    assert "slow_loader as own_code (1)" in said and "healthy as exchange (1)" in said
-    assert "slow_loader 2.30 promised, 2.10 given" in said
-
-
 def test_bad_values_are_refused_with_what_there_is():
     for values, words in (
         ({"cases": ("slow_loder",)}, "slow_loader"),
@@ -105,12 +87,6 @@ def test_bad_values_are_refused_with_what_there_is():
     ):
         with pytest.raises(BadInput, match=words):
             Config(**values)
-
-
-def test_how_long_it_takes_is_said_before_and_grows_with_what_is_asked():
-    one = trial.predicted_s(Config(cases=("images", "slow_loader")))
-    assert one < trial.predicted_s(Config(cases=("images", "slow_loader"), healthy_runs=5))
-    assert one > trial.predicted_s(Config(cases=("images", "slow_loader"), gains=False))
 
 
 def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
@@ -131,25 +107,12 @@ def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
 
 
 @pytest.mark.long
-def test_a_visit_is_a_run_of_the_doctor_and_leaves_nothing(tmp_path):
-    done, found = run(tmp_path, "--cases", "zero_grad_order", "--doctor-seconds", "1", "--no-gains")
-    assert "1 visit, about 1 minute" in done.stderr and "first or second in 100 %" in done.stdout
-    assert found.one("place").value == 1 and found.one("visit_s").case["exit_code"] == 0
-
-
-@pytest.mark.long
 def test_a_smoke_run_visits_two_patients_and_leaves_nothing(tmp_path):
     done, found = run(tmp_path, "--smoke")
     assert "2 visits, about 1 minute" in done.stderr
     assert found.one("place", patient="slow_loader").value in (1, 2)
     assert found.one("gain").value > 0 and {r.case["exit_code"] for r in found.where("visit_s")} == {0}
     assert "first or second in 100 %" in done.stdout
-
-
-@pytest.mark.long
-def test_a_patient_on_two_ranks_is_read_and_seen_under_torchrun(tmp_path):
-    _, found = run(tmp_path, "--cases", "no_set_epoch", "--doctor-seconds", "1", "--no-gains")
-    assert found.one("place").value == 1
 
 
 @pytest.mark.long

@@ -60,82 +60,6 @@ def test_what_fills_up_must_come_from_the_beginning(fill):
     assert "is not its own beginning" in examine("03.1", shard_by(fill)).text
 
 
-# -- 03.2
-
-
-def in_one_message(model):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat)
-    for p, g in zip(parameters, (flat / dist.get_world_size()).split([p.numel() for p in parameters]), strict=True):
-        p.grad = g.view_as(p).clone()
-
-
-def all_at_once(model):
-    works = []
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad / dist.get_world_size()
-        works.append(dist.all_reduce(p.grad, async_op=True))
-    for work in works:
-        work.wait()
-
-
-@pytest.mark.parametrize("right", [in_one_message, all_at_once])
-def test_other_ways_to_average_pass(right):
-    passes("03.2", right)
-
-
-def test_a_work_that_nobody_waits_for_is_told():
-    def all_reduce_gradients(model):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / dist.get_world_size()
-            dist.all_reduce(p.grad, async_op=True)
-
-    assert "only starts" in examine("03.2", all_reduce_gradients).text
-
-
-def test_a_division_before_the_wait_is_told():
-    """Whether gloo sends the numbers before or after it is chance."""
-
-    def all_reduce_gradients(model):
-        works = []
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            works.append(dist.all_reduce(p.grad, async_op=True))
-            p.grad /= dist.get_world_size()
-        for work in works:
-            work.wait()
-
-    def first_waited_for(model):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            work = dist.all_reduce(p.grad, async_op=True)
-            work.wait()
-            p.grad /= dist.get_world_size()
-            work.wait()
-
-    assert "while its all_reduce" in examine("03.2", all_reduce_gradients).text
-    passes("03.2", first_waited_for)
-
-
-def test_a_fixed_number_of_ranks_is_told():
-    def all_reduce_gradients(model):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
-            p.grad /= 3
-
-    assert "the number of ranks is fixed" in examine("03.2", all_reduce_gradients).text
-
-
-def test_leaving_the_group_is_told():
-    def all_reduce_gradients(model):
-        solution.all_reduce_gradients(model)
-        dist.destroy_process_group()
-
-    assert "leaves the process group" in examine("03.2", all_reduce_gradients).text
-
-
 # -- 03.3
 
 
@@ -195,12 +119,6 @@ def test_a_step_on_rank_0_alone_is_told():
 def test_a_rank_that_synchronises_alone_is_told():
     alone = mutants._accumulate(syncs=lambda i, last: last and dist.get_rank() == 0)
     assert "wait for each other for ever" in examine("03.3", alone).text
-
-
-def test_sending_the_first_micro_batch_only_is_told():
-    assert (
-        "only the first micro-batch was sent" in examine("03.3", mutants._accumulate(syncs=lambda i, last: i == 0)).text
-    )
 
 
 # -- 03.4

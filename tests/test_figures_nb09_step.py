@@ -68,39 +68,16 @@ def test_shares_are_stacked_and_named(shown):
 
 
 def test_idle_is_shown_where_a_gpu_has_it(shown):
-    drawn, _, _, tables = shown
+    drawn, *_ = shown
     for gpu in (False, True):
         figures.shares(step_run(gpu=gpu))
         names = [t.get_text() for t in drawn[-1].legends[0].get_texts()]
         assert ("idle" in names) == gpu
-        figures.share_table(step_run(gpu=gpu))
-        assert ("idle" in tables[-1].index) == gpu
 
 
 @pytest.mark.parametrize(("ddp", "words"), [(0.014, "no difference can be told"), (0.030, "They differ")])
 def test_two_ways_to_find_exposed_communication_are_compared(ddp, words):
     assert words in " ".join(figures.share_text(step_run(ddp=ddp)))
-
-
-def planted_run(factor):
-    found = []
-    for place in ("data", "late"):
-        for ms in (5.0, 20.0):
-            spent = [1e-3 * ms * (1 + 0.001 * k) for k in range(8)]
-            rise = [s * (factor if place == "late" else 1.02) for s in spent]
-            case = {"place": place, "share": profile_step.PLACES[place], "ms": ms}
-            found += [made("spent_s", spent, **case), made("found_s", rise, **case)]
-    return Records(found)
-
-
-@pytest.mark.parametrize(("factor", "near"), [(1.05, 4), (0.8, 2)])
-def test_what_is_planted_is_counted_within_ten_percent(shown, factor, near):
-    drawn, alts, said, _ = shown
-    figures.planted(planted_run(factor), predict(15, "found", "ms"))
-    assert alts[0].startswith(f"{near} of 4 planted costs") and kinds_in(drawn[0]) >= {"measured", "modelled"}
-    names = [t.get_text() for t in drawn[0].legends[0].get_texts()]
-    assert "late in exposed communication" in names and "data" in names
-    assert "in late" in said[0] if factor == 0.8 else "Furthest off" in said[0]
 
 
 def cost_run(on):

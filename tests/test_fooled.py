@@ -15,13 +15,10 @@ from again import holds_soon
 from processes import MARK, PYTHON, assert_no_survivors, new_environment
 
 from labs import fooled as lab
-from labs.chapters.nb11 import editable_compare, figures_fooled
+from labs.chapters.nb11 import editable_compare
 from labs.kit import measure
-from labs.kit.check import predict
-from labs.kit.claims import claims
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.plot import to_png
 from labs.kit.record import Record, Records
 from labs.parts.fooled import neighbour as neighbour_module
 from labs.parts.fooled import samples_rate, two_units
@@ -118,12 +115,6 @@ def test_a_batch_that_grows_with_the_ranks_looks_like_a_speed_up(clock):
     assert (told, so) == (pytest.approx(1.6), pytest.approx(1.0))
 
 
-def test_the_slowest_rank_counts_in_both_kinds_of_scaling(clock):
-    steps = {"alone": clock.costs(1.0), "a batch each": clock.costs(1.0), "one batch shared": clock.costs(0.5)}
-    told, so = lab.weak_told_as_strong(steps, 4, rank(slowest=lambda samples: [2 * s for s in samples]))
-    assert (told, so) == (pytest.approx(2.0), pytest.approx(2.0)), "a factor on all of them cancels"
-
-
 def test_padding_that_is_counted_hides_what_sorting_by_length_gains(clock):
     long, short = torch.ones(20, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
     pad = lambda *rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # noqa: E731
@@ -205,11 +196,6 @@ def test_a_counter_that_looks_back_is_not_asked_about_the_product_before(clock):
     assert told == 0.0
 
 
-def test_a_block_is_counted_with_all_its_operations(clock):
-    work = lab.block_of(clock.costs(0.001), 5.0, rank())
-    assert work.rate(CPU) == pytest.approx(5000.0)
-
-
 def test_the_clock_of_a_rank_with_little_work_is_not_the_job_s(clock):
     told, so = lab.one_clock_of_many(clock.costs(1.0), rank(slowest=lambda samples: [max(*samples, 2.0)]))
     assert (told, so) == (1.0, 2.0)
@@ -253,71 +239,6 @@ def test_an_answer_is_held_against_the_truth_where_it_is_known_and_against_the_h
 def test_a_factor_counts_in_either_direction():
     [found] = lab.rows(Records(made("early_clock", [0.01] * 6, EVEN)))
     assert found.gap.value == pytest.approx(0.01, rel=0.03) and found.factor == pytest.approx(100, rel=0.03)
-
-
-def test_the_share_of_pairs_that_mislead_is_counted():
-    run = Records(made("single_pair", [1.0, 1.04, 1.06, 1.2], [1.0] * 4))
-    assert lab.unsteady_pairs(run).value == 0.5
-
-
-def test_the_answer_says_what_cannot_be_told_and_what_was_left_out():
-    left = Record("fooled", "left_out", "1", (1.0,), case={"way": "one_clock", "because": "it takes 2 ranks"})
-    said = list(lab.answer(Records([*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), left])))
-    assert said[0].startswith("first steps count") and "no difference that this run can show" in said[0]
-    assert "told as 2.00 x" in said[1] and said[2] == "one rank's clock: not measured, it takes 2 ranks."
-
-
-def test_every_way_has_what_it_is_tried_on_and_a_claim_that_exists():
-    assert list(WAYS) == list(lab.PREPARED) and len(WAYS) == 12
-    assert sum(way.share for way in WAYS.values()) == pytest.approx(1.0)
-    known = {c.id for c in claims()}
-    assert {way.claim for way in WAYS.values() if way.claim} <= known
-    assert {way.key for way in WAYS.values() if way.ranks > 1} <= set(lab.TOGETHER)
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """(alternative texts, sentences) of what is drawn meanwhile."""
-    alts, said = [], []
-    monkeypatch.setattr(figures_fooled, "show", lambda fig, alt: (to_png(fig), alts.append(alt)))
-    monkeypatch.setattr(figures_fooled, "say", lambda text, folded="": said.append(text))
-    return alts, said
-
-
-def test_what_the_figure_says_follows_the_records(shown):
-    alts, said = shown
-    exchanges = made("other_size", [1.0, 1.1, 0.9, 1.0, 1.0, 1.0], [0.04] * 6)
-    searched = {"batches": [32, 1024], "learning_rates": [0.2, 0.4], "searched": True}
-    learning = made("samples_rate", [8.0] * 6, SURE, **searched)
-    padded, busy = made("two_units", EVEN, SURE), made("busy_as_useful", [1.0] * 6, [0.1 * s for s in EVEN])
-    run = Records(
-        [*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), *padded, *learning, *busy, *exchanges]
-    )
-    figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
-    assert alts[0].startswith("5 of 6 ways that were measured here fool by more than 5 %, one by a factor of 25")
-    assert "You predicted 25 x; that is within what was measured" in said[0]
-    assert "No difference that this run can show: first steps count" in said[0]
-    assert "honest answer holds 1 in 1 of 1 rows, that of the fooling answer in 0" in said[0]
-    assert "the loss is reached sooner: 2.00 x" in said[0]
-    assert "0.2 (batch 32) and 0.4 (batch 1024), searched here" in said[0]
-    assert "which is no difference that this run can show; in words per second 2.00 x [1.90, 2.10], a gain" in said[0]
-    assert "busy for 100 % [100, 100] of the time, and reaches 10.0 %" in said[0]
-    searched["searched"] = False
-    figures_fooled.overview(Records(made("samples_rate", [8.0] * 6, [0.5 * s for s in EVEN], **searched)))
-    assert "the loss is reached later" in said[1] and "not searched" in said[1]
-
-
-def test_with_one_rank_the_figure_and_the_table_say_what_is_missing(shown):
-    _, said = shown
-    left = Record("fooled", "left_out", "1", (1.0,), case={"way": "other_size", "because": "it takes 2 ranks"})
-    run = Records([*made("blocked", SURE, EVEN), left])
-    figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
-    assert "it takes two ranks" in said[0]
-    figures_fooled.table(run)
-    rows = said[1].splitlines()[2:]
-    assert len(rows) == 12 and "| it takes 2 ranks |" in rows[11] and "| not asked for |" in rows[0]
-    assert "(C05: C, line 32)" in rows[11] and "none of the five" in rows[2]
-    assert said[2].count("\n") == 9, "ten claims"
 
 
 @pytest.mark.parametrize(
@@ -384,12 +305,6 @@ def test_every_way_runs_and_nothing_is_left(ranks):
     assert not neighbours()
 
 
-@pytest.mark.quiet
-def test_one_way_can_be_asked_for_as_often_as_one_likes():
-    run = launch("fooled", 1, ways=("single_pair",), rounds=9)
-    assert [(r.metric, len(r.samples)) for r in run] == [("fooled", 9), ("honest", 9)]
-
-
 CELL = """
 def compare(a, b, seconds_of, rounds=20):
     seconds = {a: [], b: []}
@@ -446,12 +361,3 @@ def test_a_comparison_that_never_ends_is_told():
 
     with pytest.raises(RuntimeError, match="does its loop end"):
         editable_compare.moving_in(compare)
-
-
-@pytest.mark.quiet
-def test_the_editable_comparison_runs_beside_a_real_neighbour_and_tells_both_questions(capsys):
-    editable_compare.try_out(comparison())
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.endswith(" of 6") for line in lines)
-    assert "truth 1.00" in lines[0] and "truth 1.20" in lines[1]
-    assert not neighbours()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fakes import FakeNvml, card
 
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
-from labs.kit.hardware import runs_on
+from labs.kit.hardware import one_per_core_first, place, runs_on, usable_affinity
+from labs.kit.host import Core, cores, cpu_list
+from labs.kit.launch import run_on_ranks
 from labs.kit.rank import backend_for
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -183,11 +187,80 @@ def test_an_exclusive_gpu_is_not_shared(monkeypatch):
 
 def test_ranks_that_run_on_cores_beside_too_few_gpus_are_told_of(monkeypatch):
     gpus(monkeypatch, 1)
-    cores = [hardware.Device("cpu", i, "", (i,)) for i in range(2)]
-    assert hardware.why_cores(cores) == (
+    two = [hardware.Device("cpu", i, "", (i,)) for i in range(2)]
+    assert hardware.why_cores(two) == (
         "2 ranks on CPU cores, for torch sees 1 GPU and each rank needs its own: nproc=1 uses it, "
         'device="cuda-shared" lets all ranks share GPU 0'
     )
-    assert hardware.why_cores(cores, "cpu") == "" == hardware.why_cores([hardware.Device("cuda", 0, "")])
+    assert hardware.why_cores(two, "cpu") == "" == hardware.why_cores([hardware.Device("cuda", 0, "")])
     gpus(monkeypatch, 0)
-    assert hardware.why_cores(cores) == ""
+    assert hardware.why_cores(two) == ""
+
+
+# -- cores, hyper-threads and NUMA nodes
+
+
+def machine_tree(root: Path, sockets: int = 2, per_socket: int = 4, adjacent: bool = False) -> Path:
+    """A /sys of a machine with 2 hyper-threads per core: numbered (0, n), (1, n + 1)... or `adjacent` (0, 1), (2, 3)...
+
+    Each socket is a NUMA node.
+    """
+    n = sockets * per_socket
+    threads = [(2 * core, 2 * core + 1) if adjacent else (core, core + n) for core in range(n)]
+    for siblings in threads:
+        for cpu in siblings:
+            write(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
+    for node in range(sockets):
+        own = threads[node * per_socket : (node + 1) * per_socket]
+        write(root / f"sys/devices/system/node/node{node}/cpulist", sum(own, ()))
+    return root
+
+
+def write(path: Path, cpus: tuple[int, ...]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(",".join(map(str, cpus)) + "\n")
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_hyper_threads_are_one_core_and_nodes_are_known(tmp_path, adjacent):
+    found = cores(range(16), machine_tree(tmp_path, adjacent=adjacent))
+    assert [c.cpus for c in found][:2] == ([(0, 1), (2, 3)] if adjacent else [(0, 8), (1, 9)])
+    assert [c.node for c in found] == [0] * 4 + [1] * 4
+    assert cores([9], machine_tree(tmp_path)) == [Core(1, (9,), 0)], "one thread of it may be used"
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_ranks_meet_on_a_core_only_when_no_other_is_left(tmp_path, adjacent):
+    root = machine_tree(tmp_path, sockets=1, adjacent=adjacent)
+    firsts, seconds = ((0, 2, 4, 6), (1, 3, 5, 7)) if adjacent else ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert one_per_core_first(range(8), root) == firsts + seconds
+    assert one_per_core_first((2, 3, 5), root) == ((2, 5, 3) if adjacent else (2, 3, 5))
+    assert one_per_core_first(range(8), tmp_path / "nothing") == tuple(range(8)), "nothing is known"
+
+
+def test_ranks_get_cores_of_their_own_also_under_a_quota(tmp_path, monkeypatch):
+    root = machine_tree(tmp_path, sockets=1, adjacent=True)
+    monkeypatch.setattr(hardware, "affinity", lambda: tuple(range(8)))
+    for quota, expected in ((8, (0, 2, 4, 6, 1, 3, 5, 7)), (3, (0, 2, 4))):
+        monkeypatch.setattr(hardware, "core_count", lambda quota=quota: quota)
+        assert usable_affinity(root) == expected
+
+
+def test_without_sys_every_cpu_is_a_core(tmp_path):
+    assert cores([0, 1], tmp_path) == [Core(0, (0,), 0), Core(1, (1,), 0)]
+    assert cpu_list("0-2,8\n") == (0, 1, 2, 8) and cpu_list("") == ()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+def test_ranks_stay_on_the_cores_of_their_launcher():
+    all_cores = os.sched_getaffinity(0)
+    own = {max(all_cores)}
+    os.sched_setaffinity(0, own)
+    try:
+        assert [d.cores for d in place(1, "cpu")] == [(max(all_cores),)]
+        assert run_on_ranks(lambda: os.sched_getaffinity(0), 2) == [own, own]
+        if len(all_cores) > 1:
+            with pytest.raises(BadInput, match="this machine has 1 usable core"):
+                place(2, "cpu")
+    finally:
+        os.sched_setaffinity(0, all_cores)

@@ -13,8 +13,7 @@ from labs import hardware_probe
 from labs.chapters.nb00 import figures as nb00
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.record import Record, Records, load
-from labs.parts.sources import on_gpus
+from labs.kit.record import load
 from labs.parts.timing import probe_report
 
 
@@ -22,14 +21,9 @@ from labs.parts.timing import probe_report
     "values, words",
     [
         ({"dtypes": ("fp12",)}, "fp12"),
-        ({"matmul_sizes": (0,)}, "matmul_sizes"),
-        ({"array_mib": -1}, "array_mib"),
         ({"message_kib": (0.001,)}, "message_kib"),
-        ({"batch_size": -1}, "batch_size"),
         ({"rounds": 1}, "rounds"),
-        ({"budget_s": 0}, "budget_s"),
         ({"models": ("resnet",)}, "resnet"),
-        ({"parts": ("disk",)}, "disk"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_parameter(values, words):
@@ -149,11 +143,8 @@ def test_requiring_more_gpus_than_there_are_fails_with_a_remedy(command):
     [
         (("--rounds", "1"), "rounds must be"),
         (("--require-gpus", "-1"), "require_gpus"),
-        (("--rouns", "3"), "rounds"),
-        (("--nproc", "0"), "nproc must be"),
         (("--nproc", "9999"), "oversubscribe"),
         (("--models", "no_such:factory", "--smoke"), "no_such"),
-        (("--out", "."), "--out"),
         (("--report", "x.json"), "--report belongs to --preflight"),
     ],
 )
@@ -161,28 +152,6 @@ def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words, command, 
     monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     code, said, errors = command(*args)
     assert (code, said) == (2, "") and words in errors and len(errors.strip().splitlines()) == 1
-
-
-def test_recorded_runs_are_labelled_and_their_absence_is_said(tmp_path, capsys, monkeypatch):
-    said = []
-    monkeypatch.setattr(on_gpus, "say", said.append)
-    nb00.recorded_runs(tmp_path)
-    assert "No recorded GPU run" in said[0]
-    layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda"}
-    origin = {"gpus": ["NVIDIA H200"], "utc": "2026-11-01T00:00:00+00:00"}
-    r = Record(
-        "hardware_probe",
-        "matmul_flop_s",
-        "FLOP/s",
-        (7e14,),
-        case={"dtype": "bf16", "side": 8192},
-        layout=layout,
-        provenance=origin,
-    )
-    (tmp_path / "h200").mkdir()
-    Records([r]).save(tmp_path / "h200" / "hardware_probe.jsonl")
-    nb00.recorded_runs(tmp_path)
-    assert said[1].startswith("Recorded on NVIDIA H200, 2026-11-01 UTC: ") and "BF16 700 TFLOP/s" in said[1]
 
 
 def test_two_ranks_share_a_single_core_with_a_warning(monkeypatch):

@@ -109,11 +109,6 @@ def test_writing_into_an_item_does_not_reach_the_file(formats, name):
     assert not (MemoryMap(formats[name].path)[0][0] == 0).all()
 
 
-def test_a_closed_memory_map_opens_again(formats, jpegs):
-    formats["map"].close()
-    assert torch.equal(formats["map"][3][0], jpegs[3][0])
-
-
 def test_draft_decodes_fewer_pixels_of_a_photo_and_changes_no_tile(kept, monkeypatch):
     decoded = []
     convert = Image.Image.convert
@@ -174,7 +169,6 @@ BAD_SHARDS = {
     "missing": lambda f: f / "x.tar",
     "compressed": lambda f: packed(f / "x.tar", "w:gz", a_jpg=b"1", a_cls=b"0"),
     "no label": lambda f: packed(f / "x.tar", a_jpg=b"1"),
-    "label of another": lambda f: packed(f / "x.tar", a_jpg=b"1", b_cls=b"0"),
     "label is text": lambda f: packed(f / "x.tar", a_jpg=b"1", a_cls=b"cat"),
     "empty": lambda f: packed(f / "x.tar"),
 }
@@ -195,10 +189,7 @@ BAD_MAPS = {
     "empty": lambda path, good: path.touch(),
     "text": lambda path, good: path.write_text("not an array"),
     "cut short": lambda path, good: path.write_bytes(good[:-1]),
-    "header only": lambda path, good: path.write_bytes(good[:128]),
     "another array": saved(np.zeros((3, 4))),
-    "a number": saved(np.float32(1)),
-    "other fields": saved(np.zeros(3, [("a", "u1")])),
 }
 
 
@@ -265,3 +256,8 @@ def test_a_write_that_fails_leaves_the_earlier_file(jpegs, tmp_path):
     with pytest.raises(FileNotFoundError):
         write_shards([tmp_path / "missing.jpg"], [0], tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["images.npy"] and path.read_bytes() == before
+
+
+def test_a_closed_memory_map_opens_again(formats, jpegs):
+    formats["map"].close()
+    assert torch.equal(formats["map"][3][0], jpegs[3][0])

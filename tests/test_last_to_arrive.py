@@ -199,7 +199,6 @@ def test_the_figure_of_timers_and_arrivals(monkeypatch):
     alt, _ = shown(monkeypatch, figures_timeline.timers_and_arrivals, made(late_ms=0.0, n=10), predict(None, "x"))
     assert "cannot be told" in alt
     assert figures_timeline.phases(made()).loc[1, "data"].startswith("3.")
-    assert "not shown" in figures_timeline.costs(made()).loc["noting the wait", "by the clock"]
 
 
 def timeline_records(late_ms):

@@ -7,10 +7,8 @@ import sys
 import tempfile
 import threading
 from contextlib import redirect_stdout
-from functools import partial
 
 import pytest
-from again import holds_soon
 from processes import HERE, MARK, PYTHON, assert_no_survivors, leftovers, new_environment
 
 from labs.kit import fork_server, guardian, lab
@@ -257,23 +255,6 @@ def test_launching_from_another_thread_works_without_signals():
         thread.start()
         thread.join(60)
     assert found == [[1, 1]]
-
-
-def test_the_fork_server_says_when_it_has_loaded_what_ranks_need():
-    """Without that, for example because a module it preloads is gone, every first launch would wait for a minute."""
-    server = fork_server.start_fork_server()
-    server.wait_until_warm(lambda: None)
-    assert server.ready.exists()
-
-
-def test_a_warm_launch_is_many_times_faster_than_torchrun():
-    from labs.kit import bench, cli
-
-    launch(EMPTY)
-    measured = partial(bench.measure, bench.Config(smoke=True), cli.Launch(oversubscribe=True))
-    run = measured()
-    assert {r.case["by"] for r in run.where("start_s")} == {"first launch", "launch", "torchrun"}
-    assert holds_soon(lambda run: run.one("ratio").value > 3, run, measured), "it is 20 to 40 on a quiet machine"
 
 
 def test_a_lab_is_found_while_another_thread_imports(monkeypatch):

@@ -38,8 +38,8 @@ def record(metric, samples, unit="1/s", kind="measured", **case):
     )
 
 
-def made(shares=(0.6, 0.98, 0.99), noise=ROUNDS, two=1.9, augment=4.0, threads=0.3):
-    """A run: share of the model's rate with 1, 2, 3 workers; gain of two ranks; ms of jitter; rate with 2 threads."""
+def made(shares=(0.6, 0.98, 0.99), noise=ROUNDS, augment=4.0, threads=0.3):
+    """A run: share of the model's rate with 1, 2, 3 workers; ms of jitter; rate with 2 threads."""
     found = [
         record("images_per_s", [500.0 * r for r in ROUNDS], way="one worker"),
         record("predicted_workers", [2], "workers", "modelled", model_rate=1.6),
@@ -48,9 +48,6 @@ def made(shares=(0.6, 0.98, 0.99), noise=ROUNDS, two=1.9, augment=4.0, threads=0
     for n, share in enumerate(shares, start=1):
         samples = [800 * share * r for r in noise]
         found.append(record("images_per_s", samples, way="both", workers=n, model_rate=1.6))
-    for k, n in ((1, 1), (1, 2), (2, 1), (2, 2)):
-        rate = 500 * n * (two if k == 2 else 1)
-        found.append(record("images_per_s", [rate * r for r in ROUNDS], way="ranks", ranks=k, workers=n))
     for stage in augmentation.STAGES:
         ms = {"decode": 2.0, "colour jitter": augment}.get(stage, 0.5)
         found.append(record("stage_s", [1e-3 * ms * r for r in ROUNDS], "s", stage=stage))
@@ -71,7 +68,7 @@ def test_how_many_are_enough_is_shown_possible_or_neither():
 @pytest.mark.parametrize(("times", "predicted"), [(0.8, 1), (1.4, 2), (2.8, 3), (3.0, 3), (7.0, 7)])
 @pytest.mark.parametrize("cores", [16, 1])
 def test_without_noise_the_rule_succeeds_if_there_are_cores_for_it(monkeypatch, times, predicted, cores):
-    def rate(data, workers, batch, step, before):
+    def rate(data, workers, batch, step):
         return min(500.1 * min(workers, cores), 1e9 if step is None else batch / step.args[0])
 
     monkeypatch.setattr(lab, "rate", rate)
@@ -96,20 +93,8 @@ def test_what_was_loaded_before_the_clock_starts_is_taken_by_the_step_and_not_co
         "drive",
         lambda batches, step, timed, device, *, skip, **_: (called.append((step, skip)), Feed((0.01,), (0.0,), 8))[1],
     )
-    lab.rate(list(range(64)), 2, 8, step, lambda: called.append("before"))
-    assert called == ["before", (step, 2 * 2 + 1)]  # all that can be in the queue after a pause, and one more
-
-
-def test_the_answer_turns_round_with_the_records():
-    said = " ".join(lab.answer(made()))
-    assert "should need 2 workers; 2 workers are enough" in said
-    assert "over those of one rank: 1.90 x" in said and "61.5 % [" not in said
-    assert "threads each on 2 cores, over one each: 0.30" in said
-    other = " ".join(lab.answer(made(shares=(0.5, 0.6, 0.6), two=1.0, threads=1.0)))
-    assert "none of those tried are enough" in other
-    assert other.count("no difference that this run can show") == 3  # two numbers of workers, and threads
-    alone = Records(r for r in made() if r.case.get("ranks") != 2)
-    assert "needs two: --nproc 2" in " ".join(lab.answer(alone))
+    lab.rate(list(range(64)), 2, 8, step)
+    assert called == [(step, 2 * 2 + 1)]  # all that can be in the queue after a pause, and one more
 
 
 def test_the_share_of_augmentation_by_hand():
@@ -123,36 +108,6 @@ def shown(monkeypatch):
     monkeypatch.setattr(figures_cores, "show", lambda fig, alt: found.append(alt))
     monkeypatch.setattr(figures_cores, "say", found.append)
     return found
-
-
-def test_the_figures_say_what_the_records_hold(shown):
-    figures_cores.needed(made(), Prediction(100, "share", "%"))
-    assert "Measured: 2 workers are enough" in shown[0] and "not enough" not in shown[1]
-    figures_cores.needed(made(shares=(0.625, 0.7, 0.7)), Prediction(100, "share", "%"))  # the second worker has no core
-    assert "Here 2 workers are not enough" in shown[3] and "gave less than before" not in shown[3]
-    assert "2 workers over 1 worker: 1.12 x" in shown[3] and "the rule expects 1.6 x" in shown[3]
-    assert "3 workers over 2 workers: no difference" in shown[3]
-    figures_cores.needed(made(shares=(0.4, 0.64, 0.8)), Prediction(100, "share", "%"))  # all slower than when alone
-    assert "40.0 % [39.2, 40.8] in place of 62%" in shown[5] and "the rule expects" not in shown[5]
-    assert "3 workers over 2 workers: 1.25 x" in shown[5]
-
-
-def test_two_ranks_load_more_or_no_more_as_the_records_say(shown):
-    figures_cores.ranks(made(two=1.9))
-    assert "2 ranks with 2 workers each over one such rank: 1.90 x" in shown[0]
-    figures_cores.ranks(made(two=1.0))
-    assert "no difference that this run can show" in shown[1]
-    figures_cores.ranks(Records(r for r in made() if r.case.get("ranks") != 2))
-    assert "set RANKS = 2" in shown[2]
-
-
-def test_the_longest_stage_is_that_of_the_records(shown):
-    figures_cores.augmentation(made(augment=4.0), Prediction(20, "share", "%"))
-    assert "67 % of an image's time; the longest stage: colour jitter" in shown[0]
-    figures_cores.augmentation(made(augment=0.1), Prediction(20, "share", "%"))
-    assert "the longest stage: decode" in shown[2] and "0.600 x" in shown[3]  # flip 0.5 and jitter 0.1, over 1 ms
-    figures_cores.threads(made(threads=1.0))
-    assert "no difference that this run can show" in shown[4]
 
 
 def test_augmentation_changes_what_it_should_and_draws_from_torch_alone():
@@ -182,7 +137,6 @@ def test_a_batch_is_changed_image_by_image_and_stays_in_range():
         ({"parts": ()}, "must each hold something"),
         ({"batch_size": 0}, "batch_size must be from 1 to 64, not 0"),
         ({"model_rates": (0.0,)}, "model_rates must be from 0.1 to 16 times the rate of one worker, not 0"),
-        ({"workers": (0,)}, "workers must be from 1 to 64"),
         ({"seconds": 0.0}, "seconds must be a positive number"),
         ({"rounds": 1}, "rounds must be at least 2, not 1: one sample has no interval"),
     ],
@@ -196,14 +150,19 @@ def test_a_bad_value_is_one_line(change, message):
 @pytest.mark.long
 def test_a_smoke_run_has_every_part_and_an_answer():
     run = launch("loader_cores", nproc=2, smoke=True, oversubscribe=True)
-    assert {r.case["way"] for r in run.where("images_per_s")} == {"one worker", "model", "both", "ranks"}
-    assert {(r.case["ranks"], r.case["workers"]) for r in run.where("images_per_s", way="ranks")} == {(1, 2), (2, 2)}
+    assert {r.case["way"] for r in run.where("images_per_s")} == {"one worker", "model", "both"}
     assert [r.case["stage"] for r in run.where("stage_s")] == list(augmentation.STAGES)
-    assert run.one("predicted_workers").value == 2 and len(list(lab.answer(run))) == 4
+    assert run.one("predicted_workers").value == 2 and len(list(lab.answer(run))) == 3
     assert all(s > 0 for r in run for s in r.samples)
 
 
-def test_one_rank_is_enough_for_all_but_the_comparison():
-    run = launch("loader_cores", nproc=1, smoke=True, parts=("ranks", "augmentation"))
-    assert {r.case["ranks"] for r in run.where("images_per_s", way="ranks")} == {1}
-    assert "--nproc 2" in " ".join(lab.answer(run))
+def test_the_figures_say_what_the_records_hold(shown):
+    figures_cores.needed(made(), Prediction(100, "share", "%"))
+    assert "Measured: 2 workers are enough" in shown[0] and "not enough" not in shown[1]
+    figures_cores.needed(made(shares=(0.625, 0.7, 0.7)), Prediction(100, "share", "%"))  # the second worker has no core
+    assert "Here 2 workers are not enough" in shown[3] and "gave less than before" not in shown[3]
+    assert "2 workers over 1 worker: 1.12 x" in shown[3] and "the rule expects 1.6 x" in shown[3]
+    assert "3 workers over 2 workers: no difference" in shown[3]
+    figures_cores.needed(made(shares=(0.4, 0.64, 0.8)), Prediction(100, "share", "%"))  # all slower than when alone
+    assert "40.0 % [39.2, 40.8] in place of 62%" in shown[5] and "the rule expects" not in shown[5]
+    assert "3 workers over 2 workers: 1.25 x" in shown[5]

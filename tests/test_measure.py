@@ -34,7 +34,6 @@ from labs.kit.measure import (
     time_steps,
     unpaired_ratio,
     warm_up,
-    within,
 )
 
 CPU = torch.device("cpu")
@@ -79,20 +78,6 @@ def test_a_95_percent_interval_holds_the_median_in_95_percent_of_all_cases(n):
     assert missed / rounds >= 0.01, "an interval that always holds it is too wide to find anything"
 
 
-@pytest.mark.parametrize("samples", [[1.0, 3.0], [0.9, 1.1, 1.3, 2.0, 0.7, 1.2, 1.1], [1 / k for k in range(1, 41)]])
-def test_intervals_are_bit_by_bit_those_of_scipy(samples):
-    from scipy.stats import binomtest, bootstrap
-
-    found = bootstrap(
-        (samples,), np.median, confidence_level=measure._expanded(0.95, len(samples)), rng=0, method="percentile"
-    ).confidence_interval
-    assert (estimate(samples).low, estimate(samples).high) == (found.low, found.high)
-    for count in (0, 1, len(samples)):
-        shares = binomtest(count, len(samples)).proportion_ci(method="wilson")
-        got = measure.proportion(count, len(samples))
-        assert (got.low, got.high) == pytest.approx((shares.low, shares.high), rel=1e-12)
-
-
 @given(st.floats(1e-6, 1e9), st.integers(4, 7))
 @example(0.0072254277208884, 6)
 @example(93712.68442154698, 5)
@@ -115,15 +100,6 @@ def test_a_mean_has_the_interval_of_students_t():
     assert (one.low, one.value, one.high) == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="at least one"):
         measure.mean([])
-
-
-def test_fewer_resamples_give_about_the_same_interval():
-    samples = noise(20, 5)
-    many, few = estimate(samples), estimate(samples, resamples=999)
-    assert few.value == many.value and few.n == many.n
-    assert (few.low, few.high) == pytest.approx((many.low, many.high), rel=0.01)
-    ones = [1.0] * 20
-    assert paired_ratio(samples, ones, resamples=999) == estimate(samples, "x", resamples=999)
 
 
 def test_two_samples_that_took_no_turns_differ_although_their_intervals_meet():
@@ -191,10 +167,6 @@ def test_the_verdict_says_when_nothing_can_be_said():
 )
 def test_how_an_estimate_is_written(value, low, high, unit, text):
     assert str(Estimate(value, low, high, 5, unit)) == text
-
-
-def test_scaling_an_estimate():
-    assert str(Estimate(2.0, 1.0, 3.0, 5, "s").scaled(0.5, "x")) == "1.00 x [0.50, 1.50]"
 
 
 TRACES = {  # seconds of step i, without noise; the first steady step of 40, None if there is none
@@ -335,12 +307,6 @@ def test_every_side_has_every_place_and_every_predecessor_equally_often(n):
             assert Counter(r[place] for r in rounds[start : start + n]) == dict.fromkeys(names, 1)
     pairs = Counter(pair for r in rounds for pair in itertools.pairwise(r))
     assert set(pairs) == set(itertools.permutations(names, 2)) and set(pairs.values()) <= {2}
-
-
-def test_orders_are_seeded_and_differ_from_block_to_block():
-    assert list(orders("abcd", 30)) == list(orders("abcd", 30, seed=0)) != list(orders("abcd", 30, seed=1))
-    assert len(set(orders("abcd", 80))) > 8, "more than one square"
-    assert list(orders("ab", 3, seed=None)) == [("a", "b")] * 3 and list(orders("ab", 0)) == []
 
 
 def test_a_side_that_suffers_from_its_predecessor_is_not_taken_for_slow(monkeypatch):
@@ -509,18 +475,6 @@ def test_too_few_rounds_are_refused_in_one_line():
         require_budget(1.0, 0)
     with pytest.raises(BadInput, match=r"^rounds must be at least 2, not 1: one sample has no interval$"):
         require_budget(1.0, 1, least=2)
-
-
-def test_items_are_made_as_long_as_there_is_time(clock):
-    def items():
-        for i in itertools.count():
-            clock[0] += 0.125
-            yield i
-
-    assert list(within(items(), Budget(1.0, least=3))) == list(range(8))
-    assert list(within(items(), Budget(1.0, least=20))) == list(range(20))
-    assert list(within(items(), Budget(100.0, most=10, least=3))) == list(range(10))
-    assert list(within(items(), 2)) == [0, 1] and list(within([7], Budget(1.0))) == [7]
 
 
 @pytest.mark.parametrize("config, rounds", [({"smoke": True, "rounds": 9}, 2), ({"rounds": 9}, 9), ({}, Budget(1.5))])

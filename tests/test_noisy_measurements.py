@@ -59,11 +59,6 @@ def test_a_serial_fraction_is_a_number_or_bad_input(speedup, ranks):
 
 
 @given(SECONDS, SECONDS, SECONDS)
-def test_break_even(startup_s, single_s, parallel_s):
-    known(scaling.break_even_epochs(startup_s, single_s, parallel_s))
-
-
-@given(SECONDS, SECONDS, SECONDS)
 def test_two_batches(small_s, large_s, all_reduce_s):
     fit = batch_size.predict(32, small_s, 256, large_s)
     known(

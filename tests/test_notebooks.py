@@ -1,6 +1,5 @@
 """The course run as `make course` runs it: other parameters, failures, interruption. nbval runs the defaults."""
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labs.kit import docket, notebook_report
-from labs.kit.course import execute, literal, main, own_parameters, tell_times
+from labs.kit.course import execute, literal, main, own_parameters
 from labs.kit.lab import check_layout, lab_module
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -126,9 +125,6 @@ def test_course_goes_on_after_a_failure_and_writes_one_index(small):
         assert part in index
     assert re.search(r"\[\d\] \d\.\d s, You will:\s<code>import os, sys</code>", index)
     assert re.search(r"slowest cells:\n  [ac] cell \[\d\]: \d\.\d s  \w", done.stdout)
-    minutes = json.loads((small / "build" / "minutes.json").read_text())
-    assert [(s["section"], s["cells"]) for s in minutes["a"]] == [("Draw & see", 0), ("You will", 4)]
-    assert set(minutes) == {"a", "c"}, "b did not run to its end"
     assert re.findall(r'<article class="(\w+)">', index) == ["passed", "failed", "passed"]
     page = (small / "build" / "a.html").read_text()
     assert f"1 {sys.prefix} {small.name}" in page
@@ -211,33 +207,6 @@ def wait_until(condition, timeout_s=40.0):
         time.sleep(0.1)
 
 
-@pytest.mark.long
-def test_nbval_notices_a_changed_output(small):
-    """The run that `make test` relies on: a strict comparison, in the notebook's own folder."""
-    write(small / "b.ipynb", new_markdown_cell("# Count"), new_code_cell("import os; os.path.basename(os.getcwd())"))
-    execute(small / "b.ipynb", small / "same.ipynb", {})
-    stale = nbformat.read(small / "same.ipynb", as_version=4)
-    stale.cells[1].outputs[0].data["text/plain"] = "'elsewhere'"
-    nbformat.write(stale, small / "stale.ipynb")
-    nbval = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--nbval",
-        "-rA",
-        "-p",
-        "no:cacheprovider",
-        "--color=no",
-        "--rootdir",
-        small,
-    ]
-    done = subprocess.run(
-        [*map(str, nbval), small / "same.ipynb", small / "stale.ipynb"], capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout
-    assert re.search(r"^PASSED \S*same.ipynb", done.stdout, re.M), done.stdout
-
-
 def timed(path, *seconds):
     """A notebook that papermill might have written, with one code cell per section and `seconds` for each."""
     cells = [new_markdown_cell("# Title"), new_code_cell("0", execution_count=1, metadata=took(1.5))]
@@ -254,26 +223,12 @@ def took(seconds):
 
 def test_cells_are_timed_by_section(tmp_path):
     path = timed(tmp_path / "01_x.ipynb", 2.0, 40.0)
-    assert [(s.section, s.seconds, s.cells) for s in notebook_report.sections(path)] == [
-        ("Title", 1.5, 1),
-        ("Part 2", 2.0, 1),
-        ("Part 3", 40.0, 1),
-        ("End", 0, 0),
-    ]
     times = notebook_report.cell_times(path)
+    assert [(t.section, t.seconds) for t in times] == [("Title", 1.5), ("Part 2", 2.0), ("Part 3", 40.0)]
     assert [str(t) for t in notebook_report.slowest(times, 2)] == [
         "01_x cell [3]: 40.0 s  x = 3 ** 2",
         "01_x cell [2]: 2.0 s  x = 2 ** 2",
     ]
-
-
-def test_what_takes_longer_than_promised_is_said(tmp_path, capsys):
-    times = notebook_report.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 40.0))
-    assert notebook_report.over_the_limits(times, 600.0) == ["over 30 s: 01_x cell [3]: 40.0 s  x = 3 ** 2"]
-    tell_times(times, 601.0)
-    assert capsys.readouterr().out.splitlines()[-1] == "over 10 min: all notebooks together took 10.0 min"
-    tell_times([], 1.0)
-    assert capsys.readouterr().out == ""
 
 
 def test_a_slow_machine_has_longer_limits_and_is_told_so(tmp_path):
@@ -294,7 +249,3 @@ def test_the_pace_of_a_machine_is_the_usual_one_between_notebooks():
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("True", True), ("[1, 2]", [1, 2]), ("ddp", "ddp")])
 def test_parameters_are_literals_or_text(text, value):
     assert literal(text) == value
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS

@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from labs import memory_remedies
-from labs.chapters.nb04 import figures as precision_figures
-from labs.chapters.nb05 import figures as memory_figures
-from labs.chapters.nb05 import figures_recompute
 from labs.kit import docket, evidence
 from labs.kit.claims import SIGNS, by_a_recorded_gpu, judge, table
 from labs.kit.record import Record, Records
@@ -41,14 +38,6 @@ def test_runs_of_cpus_are_none_of_gpus(tmp_path):
     assert run[0].kind == "recorded" and run[0].layout["device"] == "cuda"
     assert on_gpus.runs("timing", tmp_path) == []
     assert [r.metric for r in on_gpus.of_claims("04", "timing", tmp_path)[0]] == ["x"]
-
-
-def test_a_sentence_names_the_machine_and_absence_is_said(monkeypatch):
-    said = []
-    monkeypatch.setattr(on_gpus, "say", said.append)
-    on_gpus.told([], str)
-    on_gpus.told([Records([rec("flop", 1.0, kind="modelled"), rec("step_s", 1.0, kind="recorded")])], lambda _: "fast")
-    assert said == [on_gpus.NONE, "Recorded on NVIDIA H200, torch 2.11.0, 2026-11-26 UTC: fast"]
 
 
 def test_a_gpu_keeps_the_bytes_that_are_traced_without_one():
@@ -98,55 +87,6 @@ def test_a_gpus_peaks_are_those_of_todays_formula():
         runs = [(k * 24 // count, (k + 1) * 24 // count, True) for k in range(count)]
         real = run.one("peak_bytes", part="pareto", policy=f"segments:{count}").value
         assert at_peak(chain, runs).total == pytest.approx(real, rel=0.005), count
-
-
-def test_sentences_turn_with_the_records():
-    def speeds(bf16):
-        base, low = (4.0,) * 6, (4.0 / bf16,) * 6
-        models_ = [
-            rec("step_s", base, model="cnn", precision="fp32"),
-            rec("step_s", low, model="cnn", precision="bf16"),
-        ]
-        sides = {"part": "matmul", "side": 8}
-        return Records(
-            [
-                *models_,
-                rec("step_s", base, precision="fp32", casts=False, **sides),
-                *(rec("step_s", low, precision="bf16", casts=c, **sides) for c in (False, True)),
-            ]
-        )
-
-    assert "1 of these 1 models are faster than in FP32 and 0 slower" in precision_figures._speeds_text(speeds(2.0))
-    assert "0 of these 1 models are faster than in FP32 and 1 slower" in precision_figures._speeds_text(speeds(0.5))
-
-    def peaks(predicted):
-        case = {"part": "pareto", "policy": "segments:3", "segments": 3}
-        of = {"optimizer's step": 7e6, "passing": 1e6, "parameters": predicted - 7e6}  # passing is backward's alone
-        return Records(
-            [
-                rec("peak_bytes", 40e6, **case),
-                *(rec("peak_part_bytes", size, of=name, **case) for name, size in of.items()),
-            ]
-        )
-
-    assert "within 5.0% of the formula. From 3 segments on" in figures_recompute._peaks_text(peaks(42e6))
-    far = figures_recompute._peaks_text(peaks(32e6))
-    assert "within 20.0% of" in far and "at 40.0 MB" in far
-
-    def real(asked):
-        case = {"model": "mlp", "batch": 2, "seq": 0}
-        return Records(
-            [
-                rec("measured_bytes", asked, **case),
-                rec("peak_bytes", 1e9, category="all", **case),
-                rec("allocated_bytes", 1.1 * asked, **case),
-                rec("reserved_bytes", 2e9, **case),
-            ]
-        )
-
-    assert "off by 25.0% at most" in memory_figures._gpu_text(real(0.8e9))
-    told = memory_figures._gpu_text(real(1e9))
-    assert "up to 10.0% larger" in told and "2.0 GB were taken" in told
 
 
 # -- claims

@@ -282,17 +282,11 @@ def test_the_answer_and_the_page_say_what_the_records_hold(run, monkeypatch):
     monkeypatch.setattr(figures, "show_table", tables.append)
     monkeypatch.setattr(figures, "say", said.append)
     figures.cures(run)
-    figures.cure_table(run)
     figures.messages(run)
     figures.named(run)
-    figures.foretold(run)
     figures.half_the_batch(run)
     assert shown[0].startswith("Half the batch helps against 2 of 5 causes")
-    assert tables[0].loc["kept graph", "checkpointing"].endswith("grows on")
-    assert tables[0].loc["kept outputs", "detach()"] == "nothing" and tables[0].loc["kept outputs", "half the batch"]
-    assert "(none)" in set(tables[1]["last words"]) and said[1].startswith("* 11 of 11 ends")
-    assert said[0].startswith("* malloc_trim is tried in place of empty_cache") and "modelled row" in said[0]
-    assert tables[0].loc["kept graph", "empty_cache"] == "" != tables[0].loc["fragmentation (modelled)", "empty_cache"]
+    assert "(none)" in set(tables[0]["last words"]) and any(line.startswith("* 11 of 11 ends") for line in said)
     assert "For the 2 leaks of the trainer that is by definition" in said[-1]
     assert said[-1].endswith("Of the 3 that are no such leaks it helps against 2.")
 

@@ -4,18 +4,16 @@ import os
 import random
 import signal
 import statistics
-import types
 
 import pytest
-from again import holds_soon
 from processes import MARK, assert_no_survivors
 
-from labs import debug_cost, preemption
+from labs import preemption
 from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.faults import armed, requeued
+from labs.parts.faults import requeued
 from labs.parts.faults.requeued import Start
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,10 +67,6 @@ def test_the_formula_is_the_mean_over_when_it_comes():
         ("preemption", {"large_bytes": 5}, "large_bytes"),
         ("preemption", {"seed": -1}, "seed"),
         ("preemption", {"habits": ()}, "habits"),
-        ("debug_cost", {"block": 0}, "block"),
-        ("debug_cost", {"batch_size": 3}, "even number"),
-        ("debug_cost", {"check_every": 0}, "check_every"),
-        ("debug_cost", {"seconds": 0.0}, "seconds"),
     ],
 )
 def test_bad_values_are_told(lab, values, words):
@@ -80,10 +74,9 @@ def test_bad_values_are_told(lab, values, words):
         make_config(lab_module(lab), values)
 
 
-@pytest.mark.parametrize("lab", ["preemption", "debug_cost"])
-def test_more_ranks_are_refused_before_any_starts(lab):
+def test_more_ranks_are_refused_before_any_starts():
     with pytest.raises(BadInput, match="nproc=1"):
-        launch(lab, 2)
+        launch("preemption", 2)
 
 
 @pytest.fixture(scope="module")
@@ -171,66 +164,3 @@ def test_what_fits_into_the_grace_period_needs_two_sizes():
 
 def test_the_second_file_is_removed(tmp_path):
     assert requeued.save_s(tmp_path, 4_000_000) > 0 and not list(tmp_path.iterdir())
-
-
-# What an armed training costs
-
-
-def cost_records(recorder=1.0, finite=1.0, replicas_s=0.0, n=12, noise=0.001):
-    draw = random.Random(1)
-    means = {
-        "none": 0.02,
-        "recorder and watch": 0.02 * recorder,
-        "finite loss": 0.02 * recorder * finite,
-        "replicas": 0.02 * recorder + replicas_s / 10,
-        "memory": 0.02 * recorder,
-    }
-    return Records(
-        [
-            Record(
-                "debug_cost",
-                "step_s",
-                "s",
-                tuple(s * (1 + noise * draw.gauss(0, 1)) for _ in range(n)),
-                "measured",
-                {"guard": name},
-                {"block": 10, "check_every": 100},
-                LAYOUT,
-                {},
-            )
-            for name, s in means.items()
-        ]
-    )
-
-
-def test_each_guard_has_its_own_price():
-    run = cost_records(1.05, 1.02, replicas_s=0.004)
-    assert debug_cost.price(run, "recorder and watch").value == pytest.approx(0.001, rel=0.1)
-    assert debug_cost.price(run, "finite loss").value == pytest.approx(0.02 * 1.05 * 0.02, rel=0.2)
-    assert debug_cost.price(run, "replicas").value == pytest.approx(0.004, rel=0.1)
-    said = " ".join(debug_cost.answer(run))
-    assert "above the aim of at most 1.02x" in said and "0.20 % of a step" in said
-    assert "no difference that this run can show" in " ".join(debug_cost.answer(cost_records(noise=0.05)))
-    assert "within the aim" in " ".join(debug_cost.answer(cost_records(1.01)))
-
-
-@pytest.mark.long
-def test_the_armed_training_trains_the_same(tmp_path):
-    nobody = types.SimpleNamespace(cores=None)  # not pinned
-    with armed.Job(tmp_path, False, 32, 0, nobody) as plain, armed.Job(tmp_path, True, 32, 0, nobody) as with_all:
-        losses = [plain.steps(3), with_all.steps(3, ("each step", "replicas", "memory"))]
-        with_all.ranks[0].kill()
-        with pytest.raises(RuntimeError, match="a training has ended"):
-            with_all.ranks[0].wait(timeout=60)
-            with_all.steps(1)
-    assert losses[0] == losses[1] and losses[0][0] > 0
-    assert (tmp_path / "debug" / "rank0.memory.csv").read_text().startswith("3,")
-
-
-@pytest.mark.quiet
-@pytest.mark.long
-def test_what_is_done_at_each_step_costs_at_most_two_percent():
-    def again():
-        return launch("debug_cost", 1, device="cpu", seconds=25.0, timeout_s=250)
-
-    assert holds_soon(lambda run: debug_cost.ratio(run, "finite loss").low <= 1 + debug_cost.AIM, again(), again)

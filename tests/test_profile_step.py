@@ -185,48 +185,30 @@ def test_a_trace_without_steps_says_what_is_missing(tmp_path):
 # On ranks
 
 
-def planted(**parameters):
-    return launch(
-        "profile_step",
-        nproc=parameters.pop("nproc", 1),
-        model=TINY,
-        batch_size=4,
-        parts=("planted",),
-        rounds=parameters.pop("rounds", 8),
-        **parameters,
-    )
+def share_ms(nproc, *plant):
+    run = launch("profile_step", nproc=nproc, model=TINY, batch_size=4, parts=("shares",), rounds=8, plant=plant)
+    return {name: 1e3 * e.value for name, e in lab.share_estimates(run).items()}
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["sleep", "work"])
-def test_what_is_planted_is_found_where_it_was_planted(kind):
+def test_what_is_planted_is_found_where_it_was_planted():
     places = ("data", "forward", "backward", "optimizer", "between")
 
     def measured():
-        return planted(places=places, kind=kind)
+        return share_ms(1, *(f"{place}=20" for place in places))
 
-    def all_within(run):
-        found = lab.planted_found(run)
-        assert [(f.place, f.ms) for f in found] == [(p, ms) for p in places for ms in (5.0, 10.0, 20.0)]
-        return all(abs(f.error.value) <= 10 for f in found)
-
-    assert holds_soon(all_within, measured(), measured)
+    plain = share_ms(1)
+    within = lambda found: all(abs(found[lab.PLACES[p]] - plain[lab.PLACES[p]] - 20) <= 2 for p in places)  # noqa: E731
+    assert holds_soon(within, measured(), measured)
 
 
 @pytest.mark.timeout(200)
 def test_a_late_rank_is_exposed_communication_of_the_one_that_waits():
     def measured():
-        return planted(nproc=2, places=("late",), planted_ms=(60.0,), rounds=10)
+        return share_ms(2, "late=60")
 
-    def within(run):
-        [found] = lab.planted_found(run)
-        assert found.share == "exposed communication"
-        # A machine so busy that a step of 2 ms takes 20 gives the core to the rank that has slept: the other one's
-        # step grows meanwhile, and is no waiting. It can hide as much as a step takes there.
-        hidden = run.one("plain_s").value
-        return abs(found.found.value - found.spent.value) <= 0.1 * found.spent.value + hidden
-
-    assert holds_soon(within, measured(), measured)
+    # On a busy machine the waiting rank's own step grows meanwhile, which hides that much of the wait.
+    assert holds_soon(lambda found: 45 <= found["exposed communication"] <= 70, measured(), measured)
 
 
 @pytest.mark.timeout(200)
@@ -329,11 +311,8 @@ def test_a_recipe_that_cannot_be_used_is_one_line(tmp_path, text, told):
         ({"plant": ("nowhere=3",)}, "there is no place 'nowhere'"),
         ({"plant": ("data",)}, "a number of ms"),
         ({"plant": ("data=-1",)}, "above 0"),
-        ({"planted_ms": ()}, "planted_ms"),
-        ({"planted_ms": (0.0,)}, "planted_ms"),
         ({"active": 0}, "active must be"),
         ({"parts": ()}, "parts must hold"),
-        ({"places": ()}, "places must hold"),
         ({"batch_size": 0}, "batch_size"),
     ],
 )
@@ -386,22 +365,3 @@ def test_typical_shares_sum_to_a_step_where_medians_do_not():
     found = records(forward=[0.001, 0.001, 0.009], exposed_communication=[0.009, 0.001, 0.001], profiled=[0.01] * 3)
     medians = sum(e.value for e in lab.share_estimates(found).values())
     assert medians == pytest.approx(0.002) and sum(lab.typical(found)[0].values()) > 0.005
-
-
-@pytest.mark.parametrize(
-    ("rise", "near"),
-    [([1.01, 1.02, 1.03] * 3, True), ([1.3, 1.31, 1.32] * 3, False), ([0.5, 1.0, 1.6] * 3, None)],
-)
-def test_a_cost_is_found_or_not_or_cannot_be_told(rise, near):
-    case = {"place": "data", "share": "data", "ms": 10.0}
-    run = Records(
-        [
-            Record("profile_step", "spent_s", "s", [0.01] * 9, case=case),
-            Record("profile_step", "found_s", "s", [0.01 * r for r in rise], case=case),
-        ]
-    )
-    [found] = lab.planted_found(run)
-    assert found.near is near
-    said = lab.planted_text([found])
-    assert said.startswith(f"{near is True:d} of 1") and ("is not" in said) == (near is False)
-    assert ("cannot tell" in said) == (near is None)

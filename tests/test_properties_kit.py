@@ -1,16 +1,13 @@
-"""Small files and names of others: tickets of the queue, notebooks, names of learners, patterns of exercises."""
+"""Small files and names of others: notebooks, names of learners, patterns of exercises."""
 
-import fcntl
 import json
-import os
 import re
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from junk import RAW, damaged, with_junk
 
-from labs.kit import fingerprint, launch_queue, room
+from labs.kit import fingerprint, room
 
 # -- names of learners, patterns of exercises
 
@@ -22,45 +19,6 @@ def test_any_text_is_the_name_of_a_folder(text):
     assert 1 <= len(name.encode()) <= 80 and name.isprintable() and not set(name) & set("/\\: ")
     assert not name.startswith(".") and not name.endswith(".")
     assert room.safe_name(name) == name
-
-
-# -- tickets of the queue
-
-TICKET = {
-    "name": "anna",
-    "what": "data_parallel",
-    "on": "2 cores",
-    "claims": ["machine"],
-    "pid": os.getpid(),
-    "pids": launch_queue._pids(),
-}
-
-
-CONTENTS = [
-    *(with_junk(TICKET, name, raw) for name in TICKET for raw in [*RAW, "-1", "99999999999"]),
-    *(raw.encode() for raw in RAW),
-    b"",
-    b"\xff",
-]
-
-
-@pytest.mark.parametrize("state", ["waiting", "running"])
-@pytest.mark.parametrize("alive", [True, False])
-def test_whatever_a_ticket_holds_its_lock_decides(tmp_path, alive, state):
-    whole, other = (tmp_path / f"{state}-{launch_queue.machine()}-{k:020d}-1.json" for k in (1, 2))
-    whole.write_text(json.dumps(TICKET))
-    with whole.open() as one:
-        fcntl.flock(one, fcntl.LOCK_EX)
-        for content in CONTENTS:
-            other.write_bytes(content)
-            with other.open() as two:
-                fcntl.flock(two, fcntl.LOCK_EX if alive else fcntl.LOCK_UN)
-                found = launch_queue.living_tickets(tmp_path)
-            assert other.exists() == alive and whole.exists()
-            assert [t.place[0] for t in found] in ([[1], [1, 2]] if alive else [[1]])
-            assert "anna: data_parallel on 2 cores" in str(found[0])
-            said = launch_queue.tell(found[::-1])
-            assert said.startswith(f"waiting: {len(found)} launch") and said.isprintable() and len(said) < 600
 
 
 # -- notebooks
@@ -90,13 +48,3 @@ def test_any_file_is_a_notebook_with_its_number_or_is_none(tmp_path_factory, dat
 
 
 WHOLE = fingerprint._hash([json.dumps([["code", "1 + 1\n2", ["a"]], ["markdown", "# A", []]])])
-
-
-@given(st.lists(st.text(".*?[!]-0134all", max_size=8) | st.text(max_size=4), max_size=3))
-@example(["[", "[!", "*" * 3000, "[z-a]"])
-@example(["all"])
-def test_any_patterns_match_or_do_not(patterns):
-    found = room.matches("03.1", patterns)
-    assert found == any(room.matches("03.1", [p]) for p in patterns)
-    plain = [p for p in patterns if not set(p) & set("*?[")]
-    assert not (plain == patterns and found != bool({"all", "03.1"} & set(plain)))

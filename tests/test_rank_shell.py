@@ -45,14 +45,6 @@ def test_bad_input_under_torchrun_names_the_fix_once_per_rank(tmp_path):
     assert 1 <= done.stderr.count("there is no option --smoky: did you mean '--smoke'? --help lists them all") <= 2
 
 
-@pytest.mark.long
-def test_a_layout_the_lab_refuses_is_one_line_per_rank_under_torchrun_too():
-    command = [*TORCHRUN, "labs.ddp_training", "--samples", "40"]
-    done = subprocess.run(command, env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=250)
-    assert done.returncode != 0
-    assert 1 <= done.stderr.count("python -m labs.ddp_training: samples must be at least 64") <= 2
-
-
 A_LAB = SimpleNamespace(answer=lambda run: iter([f"A step takes {run.one('step_s').value * 1e3:.0f} ms."]))
 
 

@@ -35,18 +35,6 @@ def test_saved_records_come_back_as_recorded(tmp_path):
     assert list(load(path)) == list(loaded)
 
 
-def test_a_short_file_gives_the_same_records_and_leaves_out_what_repeats(tmp_path):
-    theirs = Record("a_lab", "step_s", "s", (1.0,), provenance={"cpu": "another"})
-    run = Records([make(on=1), make(on=1), make(on=True), make(on=1.0), make("loss"), theirs, make("loss")])
-    path = run.save(tmp_path / "short.jsonl", short=True)
-    again = load(path)
-    assert list(again) == list(load(run.save(tmp_path / "long.jsonl")))
-    assert [repr(r.case) for r in again] == [repr(r.case) for r in run], "true, 1 and 1.0 are three values"
-    assert [r.provenance for r in again] == [r.provenance for r in run]
-    _, first, second, third, *_ = path.read_text().splitlines()
-    assert json.loads(first).keys() == GOOD.keys() and second == "{}" and third == '{"case":{"on":true}}'
-
-
 def _umask():
     mask = os.umask(0)
     os.umask(mask)
@@ -128,7 +116,6 @@ GOOD = {
     "layout": {},
 }
 HEADER = '{"provenance": {}}\n'
-SHORT = json.dumps({"provenance": {}, record.SHORT: True}) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -156,9 +143,6 @@ SHORT = json.dumps({"provenance": {}, record.SHORT: True}) + "\n"
         (HEADER + json.dumps(GOOD | {"extra": 1}), "line 2, field 'extra': unknown"),
         (HEADER + json.dumps(GOOD) + "\n" + json.dumps(GOOD | {"lab": None}), "line 3, field 'lab'"),
         (HEADER + json.dumps(GOOD) + "\n{}", "line 3, field 'lab': missing"),
-        (SHORT + json.dumps(GOOD) + "\n{}\n" + HEADER + "{}", "line 5, field 'lab': missing"),
-        (SHORT + json.dumps(GOOD) + "\n" + SHORT + "{}", "line 4, field 'lab': missing"),
-        (SHORT.replace("true", "3"), "line 1, field 'provenance'"),
     ],
 )
 def test_a_malformed_file_names_file_line_and_field(text, told, tmp_path):

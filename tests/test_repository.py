@@ -12,7 +12,6 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -99,7 +98,7 @@ def imported(tree: ast.AST) -> set[str]:
 def test_dependencies_are_those_that_the_code_imports():
     files = [*(ROOT / "labs").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     modules = {m.partition(".")[0] for f in files for m in imported(ast.parse(f.read_text()))}
-    own = {"labs"} | {p.stem for folder in ("tests", "tests/stand_ins", "book") for p in (ROOT / folder).iterdir()}
+    own = {"labs"} | {p.stem for folder in ("tests", "book") for p in (ROOT / folder).iterdir()}
     owners = importlib.metadata.packages_distributions()
     third_party = modules - own - set(sys.stdlib_module_names)
     needed = {canonicalize_name(owners[m][0]) for m in third_party if m in owners}
@@ -134,13 +133,8 @@ def test_dockerfile_installs_the_list_as_a_user_without_privileges():
     assert users and all(value not in {"root", "0"} for _, value in users)
     assert users[0][0] < min(i for i, (_, value) in enumerate(steps) if "pip install" in value)
     assert steps[-1][0] == "CMD" and "labs.start" in steps[-1][1]
-
-
-def test_dockerfile_leaves_the_token_on_and_explains_shared_memory():
-    text = (ROOT / "Dockerfile").read_text()
-    code = "\n".join(value for _, value in instructions())
-    assert not re.search(r"token|password|allow.root|disable_check_xsrf", code, re.IGNORECASE)
-    assert "--shm-size" in text and "--gpus all" in text
+    code = "\n".join(value for _, value in steps)
+    assert not re.search(r"token|password|allow.root|disable_check_xsrf", code, re.IGNORECASE), "the token stays on"
 
 
 WITHOUT_VERSIONS = ["Makefile", "Dockerfile", "environment.yml", ".ci/run"]
@@ -177,21 +171,12 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_readme_commands_exist():
-    readme = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE))
+def test_commands_of_the_pages_exist():
+    pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/COMMANDS.md"))
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", pages, re.MULTILINE))
     assert {"lab", "course", "test", "test-all"} <= targets <= makefile_targets()
-    modules = set(re.findall(r"-m (labs\.[\w.]+)", readme))
+    modules = set(re.findall(r"-m (labs\.[\w.]+)", pages))
     assert modules and [m for m in modules if importlib.util.find_spec(m) is None] == []
-
-
-@pytest.mark.parametrize("target", ["lab", "course", "slides", "book", "test", "test-all", "drills", "clean", "help"])
-def test_make_knows_and_explains_each_command(target):
-    assert f"make {target}" in make("help").stdout or target == "help"
-    done = make("-n", target)
-    assert done.returncode == 0, done.stderr
-    says = "".join(re.findall(r'^echo "(.*)"$', done.stdout, re.MULTILINE))
-    assert says, f"make {target} does not say what it does"
 
 
 def test_make_says_in_one_line_that_python_is_missing():
@@ -200,52 +185,7 @@ def test_make_says_in_one_line_that_python_is_missing():
     assert "Python 3.11 or later is needed (no-such-python is absent or older)" in done.stderr.splitlines()[0]
 
 
-def test_ci_runs_the_readmes_test_command():
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "make test" in script.splitlines()
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    assert "bash .ci/run" in [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
-
-
-SUITE = """
-from pathlib import Path
-def test_whole():
-    pass
-def test_disturbed():
-    before = Path("tries").read_text() if Path("tries").exists() else ""
-    Path("tries").write_text(before + "x")
-    assert len(before) >= {failures}
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("failures", "status", "last"), [(1, 0, "1 passed"), (2, 1, "1 failed")])
-def test_a_second_look_forgives_noise_and_no_fault(failures, status, last, tmp_path):
-    """The line that CI runs, in a folder with one test that passes and one that fails at first."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text(SUITE.format(failures=failures))
-    planned = make("-n", "test", SECOND_LOOK="1").stdout.splitlines()
-    [line] = [line for line in planned if "pytest" in line and " -n 4 " in line]
-    line = line.replace(".venv/bin/python", sys.executable)
-    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout
-    first, second = done.stdout.split("== What failed above")
-    assert "1 failed, 1 passed" in first
-    assert re.findall(r"\d+ (?:passed|failed)", second.splitlines()[-1]) == [last], "only what failed ran again"
-
-
 # -- text
-
-
-def test_readme_table_lists_the_notebooks_with_their_minutes():
-    rows = re.findall(
-        r"^\| \[(\w+)\]\(notebooks/(\w+)\.ipynb\) \|[^|]+\| (\d+) \+ (\d+) \|", (ROOT / "README.md").read_text(), re.M
-    )
-    hooks = {p.stem: nbformat.read(p, as_version=4).cells[0].source for p in (ROOT / "notebooks").glob("*.ipynb")}
-    minutes = {stem: re.search(r"about (\d+)\s+minutes,\s+and\s+(\d+)\s+more", hook) for stem, hook in hooks.items()}
-    assert {(n, n, *m.groups()) for n, m in minutes.items() if m} == set(rows)
 
 
 @pytest.mark.parametrize("path", [p for p in tracked() if p.suffix == ".md"], ids=lambda p: str(p.relative_to(ROOT)))
@@ -263,19 +203,3 @@ def test_no_word_of_a_registry_or_of_one_machine():
             continue
         found += [f"{path.relative_to(ROOT)}: {w}" for w in [*HOSTS, *MACHINE_PATHS] if w in text]
     assert found == []
-
-
-def test_top_level_is_as_designed():
-    allowed = {"notebooks", "labs", "records", "tests", "book", ".ci", ".github", "README.md", "LICENSE", "Makefile"}
-    allowed |= {
-        "INSTRUCTOR.md",
-        "GLOSSARY.md",
-        "Dockerfile",
-        ".dockerignore",
-        ".gitignore",
-        ".gitattributes",
-        "environment.yml",
-        ".binder",
-        ".devcontainer",
-    }
-    assert {p.relative_to(ROOT).parts[0] for p in tracked()} - allowed == {"pyproject.toml", "constraints.txt"}

@@ -3,13 +3,10 @@
 import dataclasses
 import importlib
 import os
-import re
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from again import holds_soon
 from processes import HERE, MARK, PYTHON, assert_no_survivors, new_environment
 
 from labs.kit.lab import for_smoke
@@ -28,15 +25,6 @@ def test_a_smoke_run_takes_the_shorter_values_of_the_experiment_unless_told_othe
     other = {name: value for name, value in lab.SMOKE.items() if name != asked_for}
     told = dataclasses.replace(lab.Config(smoke=True), **{asked_for: lab.SMOKE[asked_for]}, **other)
     assert for_smoke(lab, told) == told
-
-
-def command(module, *words):
-    """Run a lab's command to its end; nothing of it stays."""
-    environment = new_environment()
-    done = subprocess.run([*PYTHON, "-m", module, *words], env=environment, cwd=HERE, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert_no_survivors(environment[MARK])
-    return done.stdout
 
 
 @pytest.mark.long
@@ -79,26 +67,3 @@ if __name__ == "__main__":
     from labs.kit import cli
     cli.main()
 """
-
-
-@pytest.mark.long
-def test_the_bench_of_launches_tells_both_times_and_their_ratio():
-    out = command("labs.kit.bench", "--smoke", "--nproc", "1")
-    assert re.search(r"A fresh torchrun takes [\d.]+ x", " ".join(out.split()))
-    assert re.search(r"torchrun / launch +1 +[\d.]+ x", out)
-
-
-@pytest.mark.quiet
-@pytest.mark.long
-@pytest.mark.parametrize("lab", ["ddp_facts", "memory_oracle", "activation_checkpointing", "amp_training"])
-def test_a_smoke_run_takes_a_few_times_an_import_of_torch(lab):
-    """Four times on a quiet machine of two cores; twice that here. Each was above it before it was made shorter."""
-
-    def ratio():
-        begun = time.perf_counter()
-        subprocess.run([*PYTHON, "-c", "import torch"], check=True)
-        imported = time.perf_counter()
-        command(f"labs.{lab}", "--smoke")
-        return (time.perf_counter() - imported) / (imported - begun)
-
-    assert holds_soon(lambda found: found <= 8, ratio(), ratio)

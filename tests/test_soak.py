@@ -6,13 +6,10 @@ server, guardian and resource tracker.
 
 import gc
 import json
-import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,9 +28,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.skipif(not Path("/proc/self/fd").ex
 SHM = Path("/dev/shm")
 LAUNCHES, WARM_UP = 50, 10
 GROWTH_BYTES = 2e6  # of resident memory of each process, over all launches but those that warm it up
-LEAKS = "TEST_SOAK_LEAKS"  # for the fork server
 TORCHS_OWN = "torchinductor_"  # one folder per user, an empty cache
-kept = []
 EMPTY, FAULTY = "labs_for_tests.empty", "labs_for_tests.faulty"
 
 
@@ -105,14 +100,18 @@ def after_all(before, mark: str, folder: Path, patience_s: float = SURVIVAL_S) -
 
 
 class Soaked:
-    """A process that launches, told when by lines on its standard input; `leak` makes every launch leave things."""
+    """A process that launches, told when by lines on its standard input."""
 
-    def __init__(self, folder: Path, leak: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, environment = folder, new_environment(TMPDIR=str(folder))
         self.mark = environment[MARK]
-        code = f"import test_soak; test_soak.main(leak={leak})"
         self.process = subprocess.Popen(
-            [*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*PYTHON, "-c", "import test_soak; test_soak.main()"],
+            env=environment,
+            cwd=HERE,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def launch(self, times: int) -> str:
@@ -129,8 +128,8 @@ class Soaked:
 def soaked():
     folder, made = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp")), []  # short, as sockets need it
 
-    def make(**options):
-        made.append(Soaked(folder, **options))
+    def make():
+        made.append(Soaked(folder))
         return made[0]
 
     try:
@@ -140,8 +139,6 @@ def soaked():
             process.kill()
         made[0].process.communicate()
         shutil.rmtree(folder)
-        for path in SHM.glob(f"leak-{made[0].process.pid}-*"):
-            path.unlink()
 
 
 @pytest.mark.timeout(100)
@@ -158,37 +155,14 @@ def test_fifty_launches_leave_nothing(soaked):
     assert left == [] and launcher.process.returncode == 0
 
 
-@pytest.mark.timeout(60)
-def test_what_a_launch_would_leave_is_seen(soaked):
-    launcher = soaked(leak=True)
-    launcher.launch(0)
-    before = look(launcher.mark, launcher.folder)
-    launcher.launch(2)
-    found = after_all(before, launcher.mark, launcher.folder, patience_s=0.5)
-    server = [line for line in found if "forkserver" in line]
-    own = [line for line in found if "import test_soak" in line and line not in server]
-    for of, kinds in (
-        (own, ("open files, among", "threads of", "listening ports", "MB of memory")),
-        (server, ("open files, among ['/dev/null']", "MB of memory")),
-    ):
-        assert [sum(kind in line for line in of) for kind in kinds] == [1] * len(kinds), found
-    things = [rf"process \d+ \({what}" for what in (".*sleep 61", ".*sleep 62", "zombie")]
-    things += [f"file {SHM}/leak-", "file .*/left-"]
-    assert [sum(bool(re.match(thing, line)) for line in found) for thing in things] == [2] * len(things), found
-
-
-def main(leak: bool) -> None:
+def main() -> None:
     """Read numbers of launches from standard input, and launch."""
     from labs.kit.launch import launch
 
-    if leak:
-        leave_in_fork_server()
     launch(EMPTY)
     for line in sys.stdin:
         for i in range(int(line)):
             one_of_ten(i % 10)
-            if leak:
-                leave_something(i)
         gc.collect()
         print(json.dumps([t.name for t in threading.enumerate()]), flush=True)
 
@@ -224,29 +198,3 @@ def interrupted(call: Callable, *args, **parameters) -> None:
         call(*args, **parameters)
     finally:
         timer.join()
-
-
-def leave_something(i: int) -> None:
-    """One of each thing that a launch might leave."""
-    kept.append((bytearray(b"1" * 4_000_000), os.open(os.devnull, os.O_RDONLY), socket.create_server(("127.0.0.1", 0))))
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    subprocess.Popen(["sleep", "61"])
-    kept.append(subprocess.Popen(["true"]))  # a zombie: nobody waits for it
-    subprocess.run(["sh", "-c", "sleep 62 &"], check=True)  # which is nobody's child then
-    (SHM / f"leak-{os.getpid()}-{i}").touch()
-    Path(tempfile.gettempdir(), f"left-{i}").touch()
-
-
-def leave_in_fork_server() -> None:
-    """Let the fork server load this module, and leave something at each fork."""
-    whole = multiprocessing.set_forkserver_preload
-    os.environ[LEAKS] = "1"
-    multiprocessing.set_forkserver_preload = lambda names: whole([*names, "test_soak"])
-
-
-def leave_at_fork() -> None:
-    kept.append((bytearray(b"1" * 2_000_000), os.open(os.devnull, os.O_RDONLY)))
-
-
-if os.environ.pop(LEAKS, None):
-    os.register_at_fork(after_in_parent=leave_at_fork)

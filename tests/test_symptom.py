@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from labs.chapters.nb10 import figures_chart
-from labs.kit.claims import claims
 from labs.parts.faults import chart, drills
 
 ROWS = {row.name: row for row in chart.rows()}
@@ -20,37 +18,10 @@ SLOW = set(
     another_depth_per_rank lacks_import nobody_listens""".split()
 )
 """They start a Python that imports torch, two times each, or wait for something to fail."""
-ARTICLE_TABLES = {"B40", "B41", "B42", "B43", "B44", "B45", "D23", "D24", "D25", "D26"}
-"""Claims that are rows of the two articles' tables of errors and cures."""
-ARTICLE_ERRORS = set(
-    "A03 A06 A07 A09 A10 A22 A24 A26 B19 B26 B27 B35 B36 C03 C04 C19 C24 D14 D27 D28 D30 E02 E03 E07 E25".split()
-)
-"""Claims about what fails, or whose listing does: start, ports, imbalance, mixed cards, versions."""
 CPU_BUILD = {"no_nccl", "no_cuda"}
 LINUX = {"many_workers", "few_files", "file_too_large", "read_only_cache"}  # limits and folders that others lack
 LABS = Path(__file__).parent.parent / "labs"
 TEXTS = Path(__file__).parent / "public_error_texts.toml"
-
-
-def test_each_name_and_each_drill_stands_once():
-    assert set(DRILLS) >= SLOW
-    names = [row.name for row in chart.rows()]
-    assert len(set(names)) == len(names)
-    assert set(drills.DRILLS) == set(DRILLS)
-    assert len(DRILLS) == sum(bool(row.drill) for row in chart.rows())
-
-
-def test_each_error_of_the_articles_has_a_row():
-    told = [claim for row in chart.rows() for claim in row.article]
-    assert set(told) <= {c.id for c in claims()}
-    assert (ARTICLE_TABLES | ARTICLE_ERRORS) - set(told) == set()
-
-
-def test_the_most_asked_are_there_with_their_thread():
-    """The twenty rows that most of the collected threads are about."""
-    texts = [t for t in tomllib.loads(TEXTS.read_text("utf-8"))["text"] if t["row"] != "none"]
-    asked = {row.name: row.asked for row in chart.rows() if row.asked}
-    assert len(asked) >= 20 and set(asked.items()) <= {(t["row"], t["url"]) for t in texts}
 
 
 def test_commands_name_labs_that_are_there():
@@ -80,21 +51,6 @@ def test_words_of_the_chart_find_their_row():
     for row in chart.rows():
         for phrase in row.see:
             assert chart.search(phrase)[0].row.name == row.name, phrase
-
-
-def test_a_cause_comes_before_its_consequences():
-    log = """
-    [rank1]: RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.69 GiB
-    [rank0]: [pair.cc:553] Connection closed by peer [10.0.0.2]:22168. This is typically caused by a crash
-    torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-    ============================================================
-    train.py FAILED
-    Root Cause (first observed failure):
-      exitcode  : 1 (pid: 12345)
-      error_file: <N/A>
-      traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
-    """
-    assert chart.search(log)[0].row.name == "GPU out of memory"
 
 
 TIMED_OUT = (
@@ -154,43 +110,6 @@ def test_colours_of_a_terminal_hide_no_error(text, row, escape):
     """Python 3.13 puts them around the kind of an exception; a page or an editor may drop the escape alone."""
     found = chart.search(text.replace("<", escape).replace(">", ""))
     assert found[0].row.name == row and "[0m" not in found[0].line
-
-
-def test_an_error_in_colour_that_no_row_knows_stays_unknown():
-    warning = "[rank0]:[W1126 ProcessGroupNCCL.cpp:1496] Warning: WARNING: destroy_process_group() was not called\n"
-    assert chart.search(warning + "[rank0]: \x1b[1;35mZeroDivisionError\x1b[0m: \x1b[35mdivision by zero\x1b[0m") == []
-
-
-@pytest.mark.parametrize(
-    ("text", "row"),
-    [
-        (
-            "RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cuda:1, different from "
-            "other tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
-            "tensors on two devices",
-        ),
-        ("NCCL WARN Cuda failure 1 'invalid argument'", "NCCL meets a CUDA error"),
-        ("ibvwrap.c:160 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", "InfiniBand fails"),
-        (
-            "[PG 0 Rank 1] Heartbeat monitor timed out! Process will be terminated after dumping debug info. "
-            "workMetaList_.size()=103",
-            "collective timed out (NCCL)",
-        ),
-        ("OSError: You are trying to access a gated repo.", "download fails"),
-    ],
-)
-def test_wordings_of_today_find_their_row(text, row):
-    assert chart.search(text)[0].row.name == row
-
-
-def test_cures_name_what_works():
-    """Each of these was wrong once: see the threads in the chart's comments, and torch's own sources."""
-    assert "PYTORCH_CUDA_ALLOC_CONF" in ROWS["GPU out of memory"].cure  # torch 2.9 ignores the newer name
-    assert "try:" not in ROWS["group not destroyed"].cure  # in a finally it waits for ranks that wait
-    assert "including_emulation=False" in ROWS["card or device without this precision"].ask  # else True on a T4, too
-    # INFO is enough for the names, and DETAIL crashes gloo in torch 2.13 without CUDA
-    assert "TORCH_DISTRIBUTED_DEBUG=INFO" in ROWS["parameters without a gradient"].ask
-    assert "not after the time limit" in ROWS["stopped from outside"].cure  # sbatch --requeue
 
 
 @pytest.mark.parametrize(
@@ -264,12 +183,3 @@ def test_messages_that_people_posted_find_their_row():
     assert len(blind) >= 40 and sum(said[0] == said[1] for said in blind) >= 0.9 * len(blind), blind
     unknown = [said for said in first if said[0] == "none"]
     assert sum(said[1] != "none" for said in unknown) <= 0.15 * len(unknown), unknown
-
-
-def test_the_notebooks_table_is_small_whole_and_the_same_each_time():
-    shown = figures_chart.chart()
-    markup = shown.markup()
-    assert len(markup) < 60_000 and markup == figures_chart.chart().markup()
-    assert markup.count("<tr><td>") == len(ROWS) == sum(int(n) for n in re.findall(r": (\d+) rows,", repr(shown)))
-    with pytest.raises(ValueError, match="memory"):
-        figures_chart.chart("memroy")

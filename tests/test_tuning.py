@@ -21,8 +21,8 @@ from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Feed, expected
 from labs.parts.tuning import rules, search, tune_dataloader, untried
-from labs.parts.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn, in_one_line
-from labs.parts.tuning.report import Tuning, plain
+from labs.parts.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
+from labs.parts.tuning.report import Tuning
 from labs.parts.tuning.rules import Setting
 
 CPU = torch.device("cpu")
@@ -252,22 +252,6 @@ def test_a_search_that_ended_at_the_limit_says_so(most, capped):
     assert found.capped is capped and ("raise max_workers" in str(found)) is capped
 
 
-@pytest.mark.parametrize("turns", [4, 8, 9])
-def test_a_search_that_had_no_time_for_more_workers_asks_for_time_not_for_another_dataset(turns):
-    """Each worker brings as much as the first, and the search ends at the second for lack of time."""
-    found = tuned(Simulated(1000, each(60), turn_s=1.0, budget_s=turns))
-    assert found.limit == "loader" and found.choice.setting.workers < 8 and not found.capped
-    assert "Next: raise budget_s. There was no time for num_workers=" in str(found) and "decode" not in str(found)
-    assert tuned(Simulated(1000, each(60))).untried is None
-    assert tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))).untried is None
-
-
-def test_without_workers_nothing_is_handed_over():
-    found = tuned(Simulated(1000, lambda w: 5000 if w == 0 else 100 * w))
-    assert found.choice.setting == ZERO and found.limit == "model"
-    assert "takes turns with it" in str(found) and "uint8" not in str(found)
-
-
 def test_bursts_are_met_with_a_deeper_queue_and_nothing_else_is():
     together = {(2, 2): 80, (2, 4): 90, (2, 8): 99, (4, 2): 85, (4, 4): 85, (4, 8): 85}
     shares = {"bursty": [Setting(2), Setting(4)]}
@@ -388,20 +372,6 @@ def test_the_table_holds_every_way_and_setting_with_its_interval():
     assert {r.kind for r in found.records} == {"measured"} and found.records.provenance
 
 
-def test_the_sentence_says_setting_certainty_limit_waiting_and_what_is_next():
-    text = str(report())
-    assert text.startswith("num_workers=4: 19") and "Sure: none of these is faster by 5 %." in text
-    assert "The model limits: alone the loader gives 2" in text and "of each step waits for data" in text
-    assert text.endswith("Next: a faster step; data is not what it waits for.")
-    slow = str(tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))))
-    assert "The loader limits" in slow and "do less per sample" in slow and "labs.dataset_formats" in slow
-    tiny = str(tuned(Simulated(9000, lambda w: 5000 if w == 0 else 500)))
-    assert "load many samples at once" in tiny
-    even = str(tuned(Simulated(100, lambda w: 60 if w == 0 else 100 * min(w, 2) / 2, noise=0.01)))
-    assert "Neither limits by more than noise" in even and "would both have to" in even
-    assert report()._repr_markdown_().startswith("**`num_workers=4`**: 19")
-
-
 def test_the_figure_shows_all_settings():
     fig = report().figure()
     assert len(plot.to_png(fig)) > 3000 and plot.kinds_in(fig) == {"measured"}
@@ -409,11 +379,6 @@ def test_the_figure_shows_all_settings():
     assert fig._suptitle.get_text() == "num_workers=4 is enough"
     slow = tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))).figure()
     assert slow._suptitle.get_text().endswith("is best, and the model still waits")
-
-
-@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,230"), (12.345, "12.3"), (0.5, "0.5"), (987654, "988,000")])
-def test_rates_are_written_with_three_digits(value, text):
-    assert plain(value) == text
 
 
 # -- real datasets and workers
@@ -544,36 +509,6 @@ def test_bad_input_is_one_line(change, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-CUDA_WORDS = """CUDA error: device-side assert triggered
-Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more.
-CUDA kernel errors might be asynchronously reported at some other API call.
-Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
-"""
-WORKER_WORDS = """Caught ValueError in DataLoader worker process 0.
-Original Traceback (most recent call last):
-  File "torch/utils/data/_utils/worker.py", line 349, in _worker_loop
-    data = fetcher.fetch(index)
-           ^^^^^^^^^^^^^^^^^^^^
-  File "mine.py", line 7, in __getitem__
-    raise ValueError(words)
-ValueError: row 3 is damaged
-see the log
-"""
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (RuntimeError(CUDA_WORDS), "RuntimeError: CUDA error: device-side assert triggered"),
-        (ValueError(WORKER_WORDS), "ValueError: row 3 is damaged ... see the log"),
-        (RuntimeError("Error(s) in loading:\n\tsize mismatch"), "RuntimeError: Error(s) in loading: ... size mismatch"),
-        (AssertionError(), "AssertionError"),
-    ],
-)
-def test_of_many_lines_the_one_that_says_what_happened_is_told(error, told):
-    assert in_one_line(error) == told
-
-
 class FailsInWorkers(Waiting):
     def __getitem__(self, index):
         if torch.utils.data.get_worker_info():
@@ -599,12 +534,6 @@ def test_an_interrupt_leaves_no_worker():
         tune_dataloader(Waiting(0.005), step, batch_size=4, max_workers=2, budget_s=10)
 
 
-def test_evidence_of_what_was_not_measured_is_anything():
-    evidence = Evidence([Turn(MODEL, 0, Feed((0.0,), (1.0,), 1))])
-    assert evidence.ratio(("loader", ONE), MODEL).high == float("inf")
-    assert evidence.rate(MODEL) == 1.0 and evidence.loaders() == {}
-
-
 # -- the lab
 
 
@@ -627,22 +556,6 @@ def test_verdicts_put_the_share_of_rate_beside_that_of_time():
     assert (rows[0]["best"], rows[0]["same"]) == ("num_workers=4", False)
     assert rows[0]["share_of_best"].value == 0.98 and rows[0]["share_of_time"] == 0.25
     assert (rows[0]["workload"], rows[0]["workers"], rows[0]["limit"]) == ("tiny", 2, "loader")
-
-
-def test_a_setting_is_not_compared_with_itself():
-    """Its ratio to itself is 1 [1, 1], which reads like a proof."""
-    row = {
-        "workload": "tiny",
-        "workers": 2,
-        "limit": "loader",
-        "share_of_time": 0.25,
-        "best": "num_workers=2",
-        "share_of_best": Estimate(1.0, 1.0, 1.0, 6, "x"),
-    }
-    assert "same setting" in lab.told(row | {"same": True}) and "100 %" not in lab.told(row | {"same": True})
-    other = row | {"same": False, "best": "num_workers=4"}
-    assert "in turn" in lab.told(other | {"share_of_best": Estimate(0.9, 0.85, 0.95, 6, "x")})
-    assert "no difference" in lab.told(other | {"share_of_best": Estimate(0.98, 0.95, 1.02, 6, "x")})
 
 
 def test_the_sweep_has_every_combination_once():

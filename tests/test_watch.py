@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs import watch
 from labs.kit.errors import BadInput
@@ -151,7 +151,7 @@ def start(tmp_path):
 def run(start):
     def run(*args, **how) -> tuple[int, str, str]:
         process = start(*args, **how)
-        out, err = process.communicate(timeout=250 * SLOWER)
+        out, err = process.communicate(timeout=250)
         assert_no_survivors(process.mark)
         return process.returncode, out, err
 
@@ -185,9 +185,7 @@ ALIKE = {
         except ZeroDivisionError:
             inner()
     """,
-    "an error of its syntax": "def broken(:\n    pass",
     "exit with a number": "import sys; print('here'); sys.exit(5)",
-    "exit with words": "import sys; sys.exit('no data')",
     "exit at once": "import os; print('here', flush=True); os._exit(4)",
     "a hook of its own": """
         import sys, traceback
@@ -230,12 +228,8 @@ def test_the_script_does_what_it_does_alone(run, tmp_path, what):
     ("args", "words"),
     [
         (["--patience", "0", "x.py"], "--patience must be"),
-        (["--patience", "nan", "x.py"], "--patience must be"),
         (["--patience", "soon", "x.py"], "invalid float"),
         (["absent.py"], "there is no script absent.py"),
-        ([], "required: script"),
-        (["-m", "absent.x"], "no module absent"),
-        (["--such", "x.py"], "arguments: --such"),
         (["--folder", "x.py", "x.py"], "not a folder"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What an instructor runs: preflight, room, seats, slides, agenda."""
+"""What an instructor runs: preflight, room, slides."""

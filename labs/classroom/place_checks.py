@@ -1,4 +1,4 @@
-"""The preflight's checks of the place: folders that must take files, the room and the queue that learners share."""
+"""The preflight's checks of the place: folders that must take files, and the room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from labs.classroom import jupyter_checks
-from labs.kit.errors import BadInput
 from labs.kit.preflight import Check, Facts, system
 
 TEMPORARY_BYTES = 2**29  # checkpoints and caches of notebook 05, which has the most: 0.42 GiB
@@ -85,21 +84,6 @@ def room_folder(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     if folder is None:
         return None, said.getvalue().strip().removeprefix("COURSE_ROOM: ") or "the room does not answer"
     return folder, jupyter_checks.folder_problem(folder)
-
-
-def queue(environ: Mapping[str, str]) -> list[Check]:
-    """Launches can take turns; nothing without COURSE_QUEUE."""
-    folder = environ.get("COURSE_QUEUE", "")
-    if not folder:
-        return []
-    from labs.kit.launch_queue import check_folder
-
-    try:
-        check_folder(Path(folder))
-    except BadInput as e:
-        problem, _, remedy = str(e).partition(": ")
-        return [Check("queue", "fail", problem, remedy or "unset COURSE_QUEUE")]
-    return [Check("queue", "pass", "launches of this machine take turns")]
 
 
 def machine(facts: Facts) -> dict[str, Any]:

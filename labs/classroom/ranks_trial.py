@@ -20,7 +20,7 @@ SLOW = "put .venv on a local disk, close other programs, and run this again"
 
 
 class RanksTrial:
-    """Ranks as a notebook starts them, outside of any queue: nothing is measured here, so nobody needs to wait."""
+    """Ranks as a notebook starts them."""
 
     def __init__(self, warm_limit_s: float = WARM_LIMIT_S) -> None:
         self.start, self.start_s, self.warm_limit_s = time.monotonic(), time.time(), warm_limit_s
@@ -96,9 +96,10 @@ def failed(error: Exception) -> Check:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without room and queue: a trial is nothing to keep, and no measurement that others would wait for."""
-    before = {name: os.environ.pop(name, None) for name in ("COURSE_ROOM", "COURSE_QUEUE")}
+    """Without a room: a trial is nothing to keep."""
+    before = os.environ.pop("COURSE_ROOM", None)
     try:
         yield
     finally:
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        if before is not None:
+            os.environ["COURSE_ROOM"] = before

@@ -62,7 +62,6 @@ def inspect(require_gpus: int, kernel: KernelTrial, root: Path = ROOT) -> Report
     last = [
         *guarded("clock", lambda: system_checks.clock(system_checks.read_clock(course_checks.commit_s(root), start))),
         *place_checks.room(bool(os.environ.get("COURSE_ROOM", "").strip()), room_problem),
-        *guarded("queue", lambda: place_checks.queue(os.environ)),
     ]
     return Report(
         checks=[*machine, *launched, *tried, *quiet, *last],

@@ -11,7 +11,6 @@
     fork_server      what a launching process keeps for its runs; `guardian` clears up after it
     rank_process     what runs in the process of each rank
     failure          which rank failed first, and how
-    launch_queue     launches that take turns on one machine
     monitor          what the machine did meanwhile
     display          progress in a cell or terminal, sentences and tables
     launch           all of this: run an experiment, or a function, on ranks

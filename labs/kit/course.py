@@ -3,10 +3,10 @@
     python -m labs.kit.course                       # all of notebooks/, into build/
     python -m labs.kit.course 03_dataparallel_vs_ddp -p NPROC 1
 
-Executed notebooks, their HTML pages and index.html are in the output folder, and minutes.json: the seconds that the
-cells of each section took. The slowest cells are told in the end, and those of more than 30 s. On a slow or busy
-machine, as a short calculation between the notebooks tells, these limits are as many times longer. A notebook that
-fails does not stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input, 130 interrupted.
+Executed notebooks, their HTML pages and index.html are in the output folder. The slowest cells are told in the end, and
+those of more than 30 s. On a slow or busy machine, as a short calculation between the notebooks tells, these limits are
+as many times longer. A notebook that fails does not stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad
+input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import json
 import logging
 import os
 import re
@@ -22,7 +21,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +34,11 @@ from labs.kit.notebook_report import (
     cell_times,
     over_the_limits,
     reference_s,
-    sections,
     slowest,
     slowness,
     write_index,
     write_page,
 )
-from labs.kit.record import write_atomic
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 KERNEL_GRACE_S = 3.0
@@ -140,17 +136,6 @@ def run_course(
     return sum(entry.state == "failed" for entry in entries.values())
 
 
-def write_minutes(entries: list[Entry], out: Path) -> list[CellTime]:
-    """Write `out`/minutes.json and return what each cell took, of the notebooks that ran to their end.
-
-    {notebook: [{"section": heading, "seconds": of its cells together, "cells": how many}]}
-    """
-    ran = [out / f"{e.name}.ipynb" for e in entries if e.state == "passed"]
-    minutes = {path.stem: [asdict(s) for s in sections(path)] for path in ran}
-    write_atomic(out / "minutes.json", json.dumps(minutes, indent=1, ensure_ascii=False) + "\n")
-    return [time for path in ran for time in cell_times(path)]
-
-
 def tell_times(times: list[CellTime], course_s: float, slower: float = 1.0) -> None:
     """Print the slowest cells, and what took longer than the course promises on a machine so many times slower."""
     if times:
@@ -210,7 +195,8 @@ def main() -> int:
         print(f"\nstopped; {out / 'index.html'} shows what had run", file=sys.stderr)
         return 130
     seconds = sum(e.seconds for e in entries.values())
-    tell_times(write_minutes(list(entries.values()), out), seconds, slowness(references_s))
+    times = [t for e in entries.values() if e.state == "passed" for t in cell_times(out / f"{e.name}.ipynb")]
+    tell_times(times, seconds, slowness(references_s))
     print(f"{len(sources) - failed} passed, {failed} failed: open {out / 'index.html'}")
     return 1 if failed else 0
 

@@ -16,7 +16,6 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,13 +55,10 @@ def show_table(table: Any, folded: str = "") -> None:
 
 
 REFRESH_S = 0.5
-LINE_S = 10.0  # between two lines about a wait, where lines cannot be overwritten
 
 
 class View:
-    """Watches a run and shows nothing of it, but does show what it waits for."""
-
-    notice: Callable[[str], None] | None = None
+    """Watches a run and shows nothing of it."""
 
     def __enter__(self) -> View:
         return self
@@ -89,43 +85,10 @@ class View:
 
     def draw(self, done: int, total: int, message: str) -> None: ...
 
-    def waiting(self, text: str) -> None:
-        """The run waits for its turn, as `text` says; "" once it does not. Called some 20 times a second."""
-        if text and self.notice is None:
-            self.notice = _cell_notice() if _in_notebook() else _lines()
-        if self.notice is not None:
-            self.notice(text)
-
     def note(self, text: str) -> None:
         """One line about the run that stays, such as where it runs; "" is none."""
 
     def close(self, failed: bool = False) -> None: ...
-
-
-def _lines() -> Callable[[str], None]:
-    """Shows a text as a line on standard error, at most every LINE_S seconds."""
-    due = [-math.inf]
-
-    def show(text: str) -> None:
-        if text and time.monotonic() >= due[0]:
-            due[0] = time.monotonic() + LINE_S
-            print(text, file=sys.stderr, flush=True)
-
-    return show
-
-
-def _cell_notice() -> Callable[[str], None]:
-    """Shows a text in an output area of its own in the cell, which "" leaves empty."""
-    from IPython.display import HTML, display
-
-    handle, shown = display(HTML(""), display_id=True), [""]
-
-    def show(text: str) -> None:
-        if text != shown[0]:
-            shown[0] = text
-            handle.update(HTML(_monospace(html.escape(text)) if text else ""))
-
-    return show
 
 
 def _monospace(text: str) -> str:
@@ -148,12 +111,6 @@ class TerminalView(View):
     def draw(self, done: int, total: int, message: str) -> None:
         self.progress(done, total, message)
 
-    def waiting(self, text: str) -> None:
-        if self.bar.disable:  # no terminal: lines
-            super().waiting(text)
-        elif text != self.bar.postfix:
-            self.bar.set_postfix_str(text, refresh=True)
-
     def note(self, text: str) -> None:
         if text:
             self.bar.write(text, file=sys.stderr)
@@ -173,16 +130,11 @@ class NotebookView(View):
         from IPython.display import HTML, display
 
         self.lab, self.nproc, self.HTML = lab, nproc, HTML
-        self.start, self.state, self.waits_for, self.noted = time.monotonic(), "starting", "", ""
+        self.start, self.state, self.noted = time.monotonic(), "starting", ""
         self.handle = display(HTML(self._page(0, 0, "starting ranks")), display_id=True)
 
     def note(self, text: str) -> None:
         self.noted = text
-
-    def waiting(self, text: str) -> None:
-        if text != self.waits_for:
-            self.state, self.waits_for = "queued" if text else "starting", text
-            self.handle.update(self.HTML(self._page(0, 0, text)))
 
     def draw(self, done: int, total: int, message: str) -> None:
         self.state = "running"

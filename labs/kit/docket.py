@@ -51,16 +51,15 @@ def kind_of(verdict: Verdict) -> str:
 class Docket(Table):
     """Claims with their verdicts; displays as one table for each article."""
 
-    def where(self, *, article: str = "", subject: str = "", verdict: str = "", paper: str = "") -> Docket:
-        """Those of one article ("C"), subject, verdict, or verdict of reading alone. BadInput names what there is."""
-        article, subject, verdict, paper = article.upper(), subject.lower(), verdict.lower(), paper.lower()
+    def where(self, *, article: str = "", subject: str = "", verdict: str = "") -> Docket:
+        """Those of one article ("C"), subject or verdict. BadInput names what there is."""
+        article, subject, verdict = article.upper(), subject.lower(), verdict.lower()
         if verdict.startswith("needs"):  # as it is printed: "needs 1 GPU"
             verdict = NEEDS
         for what, name, known in (
             (article, "article", {c.id[0] for c, _ in self.rows}),
             (subject, "subject", {c.subject for c, _ in self.rows}),
             (verdict, "verdict", set(WORDS)),
-            (paper, "verdict of reading", {c.paper for c, _ in self.rows}),
         ):
             hint = did_you_mean(what, known)
             require(not what or what in known, f"no {name} {what!r}: {hint}There are {', '.join(sorted(known))}.")
@@ -68,7 +67,7 @@ class Docket(Table):
             tuple(
                 (c, v)
                 for c, v in self.rows
-                if article in ("", c.id[0]) and subject in ("", c.subject) and paper in ("", c.paper)
+                if article in ("", c.id[0]) and subject in ("", c.subject)
                 if verdict in ("", kind_of(v))
             )
         )

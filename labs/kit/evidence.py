@@ -4,8 +4,7 @@
     records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
     records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU: for what only a GPU decides
 
-A notebook's evidence is the records of its launches; `call_of` says how to start one of them again. The files are short
-ones (see labs.kit.record): `kept` or `load` reads them.
+A notebook's evidence is the records of its launches; `call_of` says how to start one of them again.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def keep(notebook: str, evidence: Records) -> None:
     if smoke or not any(r.kind == "measured" for r in evidence):
         return
     with contextlib.suppress(OSError):
-        evidence.save(own_folder() / f"{notebook}.jsonl", short=True)
+        evidence.save(own_folder() / f"{notebook}.jsonl")
 
 
 def kept(notebook: str, folder: Path | None = None) -> Records:

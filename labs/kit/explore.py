@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import gc
 import html
-import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from labs.kit import plot
@@ -86,7 +83,7 @@ def explore(draw: Draw, **controls: Control) -> None:
         return print(NO_WIDGETS)
     picture = f"explorer-{next(_numbers)}"
     _display({**knobs(ipywidgets, draw, controls, picture)._repr_mimebundle_(), "text/plain": ELSEWHERE})
-    return _show(drawn, quick_jpeg(drawn[0]), picture)
+    return _show(drawn, plot.to_png(drawn[0]), picture)
 
 
 _numbers = itertools.count()
@@ -121,7 +118,7 @@ def knobs(widgets: Any, draw: Draw, controls: dict[str, Control], picture: str) 
             drawn = draw(**{name: w.value for name, w in made.items()})
         except BadInput as e:  # elsewhere it would only be in the page's log
             return _display({"text/plain": f"{e}"}, picture, update=True)
-        return _show(drawn, quick_jpeg(drawn[0]), picture, update=True)
+        return _show(drawn, plot.to_png(drawn[0]), picture, update=True)
 
     def follow(_change: Any) -> None:
         with no_full_collection():
@@ -147,25 +144,6 @@ def no_full_collection() -> Iterator[None]:
         if was_on:
             gc.enable()
             gc.collect(1)
-
-
-def quick_jpeg(fig: Figure) -> bytes:
-    """As `plot.to_png`, in a fraction of its time: laid out once, without a palette, and as a JPEG.
-
-    A PNG takes three to five times as long to compress, most of what an axis takes to draw. At this quality, and two
-    pixels for each of the page's, no eye sees the difference; the picture is replaced by the next move anyway.
-    """
-    from PIL import Image
-
-    with mpl.rc_context(plot.STYLE):
-        plot.finish(fig)
-        canvas = FigureCanvasAgg(fig)
-        canvas.draw()
-    found = io.BytesIO()
-    size = canvas.get_width_height()
-    picture = Image.frombuffer("RGBA", size, canvas.buffer_rgba()).convert("RGB")
-    picture.save(found, "JPEG", quality=92, subsampling=0)  # all colours in full: thin lines keep theirs
-    return found.getvalue()
 
 
 def _show(drawn: tuple[Figure, str, str], image: bytes, picture: str | None = None, update: bool = False) -> None:

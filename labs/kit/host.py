@@ -206,28 +206,10 @@ def _siblings(top: Path, cpu: int) -> tuple[int, ...]:
     return cpu_list(_text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list")) or (cpu,)
 
 
-def gpu_node(pci_bus_id: str | None, root: str | Path = "/") -> int | None:
-    """NUMA node of the GPU at this PCI address, as NVML writes it; None if unknown (/sys says -1 for "no node")."""
-    domain, _, rest = (pci_bus_id or "").lower().partition(":")
-    text = _text(Path(root) / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")  # NVML's domain has 8 digits
-    return int(text) if text.isdigit() else None
-
-
 def cpu_list(text: str) -> tuple[int, ...]:
-    """ "0-2,8" as (0, 1, 2, 8), the form of /sys and of taskset; () for no text."""
+    """ "0-2,8" as (0, 1, 2, 8), the form of /sys; () for no text."""
     parts = [part.partition("-") for part in text.split(",") if part.strip()]
     return tuple(cpu for low, _, high in parts for cpu in range(int(low), int(high or low) + 1))
-
-
-def as_cpu_list(cpus: Iterable[int]) -> str:
-    """(0, 1, 2, 8) as "0-2,8"."""
-    runs: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1].append(cpu)
-        else:
-            runs.append([cpu])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _text(path: Path) -> str:

@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from labs.kit import guardian, launch_queue, record, room
+from labs.kit import guardian, record, room
 from labs.kit.display import View, open_view
 from labs.kit.errors import require
 from labs.kit.failure import RankFailed, RankTimeout, Watch
@@ -124,15 +124,9 @@ ONE_AT_A_TIME = threading.Lock()  # two runs of one kernel would share cores and
 
 
 class Job:
-    """One run of `body(rank)`, a picklable callable, on a rank for each device in `placement`.
-
-    With COURSE_QUEUE it waits for its turn among all launches of this machine: see labs.kit.launch_queue. BadInput if
-    that cannot work.
-    """
+    """One run of `body(rank)`, a picklable callable, on a rank for each device in `placement`."""
 
     def __init__(self, body: Callable, placement: list, timeout_s: float, view: View) -> None:
-        is_lab = isinstance(body, RunLab)
-        self.turn = launch_queue.turn(body.lab if is_lab else "run_on_ranks", placement, check=not is_lab)
         self.body, self.placement, self.timeout_s, self.view = cloudpickle.dumps(body), placement, timeout_s, view
         self.trace: Trace | None = None
         self.seconds, self.printed = 0.0, ""
@@ -142,8 +136,8 @@ class Job:
         """What `body` returned, by rank; raises RankFailed or RankTimeout. Leaves no process, port or file behind."""
         with signals_held() as self.noted:
             server = start_fork_server()
-            server.wait_until_warm(self._check)  # before the turn: nobody waits for another's import of torch
-            with self._turn():
+            server.wait_until_warm(self._check)
+            with self._alone():
                 self.watch = Watch(server.run_folder(), server.server_pid())
                 try:
                     self._watched()
@@ -152,20 +146,13 @@ class Job:
         return self.results
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         while not ONE_AT_A_TIME.acquire(timeout=0.1):
             self._check()
         try:
-            with self.turn.taken(self._wait):
-                self.view.waiting("")
-                yield
+            yield
         finally:
-            self.view.waiting("")
             ONE_AT_A_TIME.release()
-
-    def _wait(self, text: str) -> None:
-        self._check()
-        self.view.waiting(text)
 
     def _check(self) -> None:
         if self.noted:

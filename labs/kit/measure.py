@@ -13,14 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from labs.kit.errors import require
-
-if TYPE_CHECKING:
-    import numpy as np
 
 T = TypeVar("T")
 LEVEL = 0.95
@@ -186,10 +184,21 @@ def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL, 
     median = statistics.median(samples)
     if len(set(samples)) < 2:
         return Estimate(median, median, median, len(samples), unit)
-    medians = _resampled_medians(samples, resamples if len(samples) <= 1000 else min(resamples, 999))
-    outside = (1 - _expanded(level, len(samples))) / 2
-    low, high = _quantile(medians, outside), _quantile(medians, 1 - outside)
-    return Estimate(median, float(low), float(high), len(samples), unit)
+    from scipy.stats import bootstrap
+
+    n = len(samples)
+    drawn = bootstrap(
+        (samples,),
+        np.median,
+        n_resamples=resamples if n <= 1000 else min(resamples, 999),
+        batch=max(1, 2_000_000 // n),  # some 16 MB at a time
+        confidence_level=_expanded(level, n),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    low = min(max(drawn.low, min(samples)), median)  # interpolation between equal numbers may leave the last digit
+    high = max(min(drawn.high, max(samples)), median)
+    return Estimate(median, float(low), float(high), n, unit)
 
 
 def mean(samples: Sequence[float], unit: str = "") -> Estimate:
@@ -205,37 +214,6 @@ def mean(samples: Sequence[float], unit: str = "") -> Estimate:
     value = statistics.fmean(samples)
     half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(samples) / math.sqrt(n) if n > 1 else 0.0
     return Estimate(value, value - half, value + half, n, unit)
-
-
-def _resampled_medians(samples: Sequence[float], resamples: int) -> np.ndarray:
-    """Medians of `resamples` draws of all samples with replacement, in rising order; the seed is fixed.
-
-    This and `_quantile` give the numbers of scipy.stats.bootstrap, bit by bit. Its import alone takes half as long as
-    that of torch, and every command that prints an interval would wait for it.
-    """
-    import numpy as np
-
-    values, generator = np.asarray(samples, float), np.random.default_rng(0)
-    batch = max(1, 2_000_000 // len(values))  # some 16 MB at a time
-    return np.sort(
-        np.concatenate(
-            [
-                np.median(
-                    values[generator.integers(0, len(values), (min(batch, resamples - done), len(values)))], axis=-1
-                )
-                for done in range(0, resamples, batch)
-            ]
-        )
-    )
-
-
-def _quantile(rising: np.ndarray, share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie, on a straight line between two neighbours."""
-    rank = share * len(rising) + (1 - share)  # the first value has rank 1
-    below, part = math.floor(rank) - 1, rank % 1
-    above = min(below + 1, len(rising) - 1)
-    between = (1 - part) * rising[below] + part * rising[above]
-    return float(min(max(between, rising[below]), rising[above]))  # rounding may push it outside by one last digit
 
 
 def _expanded(level: float, n: int) -> float:
@@ -276,13 +254,10 @@ def proportion(count: int, n: int) -> Estimate:
     """`count` of `n` as a share, with its 95 % Wilson interval, which holds near 0 and 1, too. ValueError for n = 0."""
     if not n:
         raise ValueError("a share needs at least one case")
-    from scipy.special import ndtri
+    from scipy.stats import binomtest
 
-    z, share = float(ndtri(0.5 + LEVEL / 2)), count / n
-    middle = (2 * n * share + z**2) / (2 * (n + z**2))
-    half = z / (2 * (n + z**2)) * math.sqrt(z**2 + 4 * n * share * (1 - share))
-    low, high = middle - half if count else 0.0, middle + half if count < n else 1.0
-    return Estimate(count / n, float(low), float(high), n, "1")
+    found = binomtest(count, n).proportion_ci(LEVEL, method="wilson")
+    return Estimate(count / n, float(found.low), float(found.high), n, "1")
 
 
 def differs(ratio: Estimate, null: float = 1.0) -> bool:

@@ -44,38 +44,16 @@ class CellTime:
         return f"{self.notebook} cell [{self.number}]: {self.seconds:.1f} s  {self.source}"
 
 
-@dataclass(frozen=True)
-class Section:
-    """One section of a notebook, all its cells together; `cells` are those that ran."""
-
-    section: str
-    seconds: float = 0.0
-    cells: int = 0
-
-
 def cell_times(executed: Path) -> list[CellTime]:
     """The code cells of an executed notebook that ran, in order. Empty if papermill did not run it."""
-    return [found for _, times in _walk(executed) for found in times]
-
-
-def sections(executed: Path) -> list[Section]:
-    """The notebook's sections in order, those without code too: reading takes time as well, but none is measured."""
-    return [Section(name, round(sum(t.seconds for t in times), 3), len(times)) for name, times in _walk(executed)]
-
-
-def _walk(executed: Path) -> list[tuple[str, list[CellTime]]]:
-    found: list[tuple[str, list[CellTime]]] = [(executed.stem, [])]
+    found, section = [], executed.stem
     for cell in nbformat.read(executed, as_version=4).cells:
         if cell.cell_type == "markdown":
-            if len(found) == 1 and (title := heading(cell.source, 1)):
-                found[0] = (title, found[0][1])
-            if name := heading(cell.source, 2):
-                found.append((name, []))
+            section = heading(cell.source, 2) or (not found and heading(cell.source, 1)) or section
         seconds = cell.metadata.get("papermill", {}).get("duration")
         if cell.cell_type == "code" and cell.execution_count and seconds is not None:
             first = next((line for line in cell.source.splitlines() if line.strip()), "")
-            name = found[-1][0]
-            found[-1][1].append(CellTime(executed.stem, cell.execution_count, seconds, name, first.strip()))
+            found.append(CellTime(executed.stem, cell.execution_count, seconds, section, first.strip()))
     return found
 
 

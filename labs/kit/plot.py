@@ -141,15 +141,14 @@ def show(fig: Figure, alt: str) -> None:
 
 
 def picture_markup(fig: Figure, alt: str, image: bytes) -> str:
-    """The finished figure, a PNG or a JPEG, as an HTML image of fixed width and height, in pixels of the page.
+    """The finished figure, a PNG, as an HTML image of fixed width and height, in pixels of the page.
 
     So the page does not jump.
     """
-    form = "png" if image.startswith(b"\x89PNG") else "jpeg"
     width, height = (round(CSS_DPI * inches) for inches in fig.get_size_inches())
     markup = f'<img alt="{html.escape(alt)}" title="{html.escape(fig._course_caption)}" width="{width}" '
     markup += f'height="{height}" style="max-width: 100%; height: auto" '
-    return markup + f'src="data:image/{form};base64,{base64.b64encode(image).decode()}">'
+    return markup + f'src="data:image/png;base64,{base64.b64encode(image).decode()}">'
 
 
 def to_png(fig: Figure) -> bytes:
@@ -165,26 +164,10 @@ def to_png(fig: Figure) -> bytes:
     picture = Image.open(raw).convert("RGB")
     for colors in (64, 32, 16):
         small = io.BytesIO()
-        _reduced(picture, colors, fixed=not any(ax.images for ax in fig.axes)).save(small, "PNG", optimize=True)
+        picture.quantize(colors, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         if small.tell() <= MAX_PNG_BYTES:
             break
     return small.getvalue()
-
-
-def _reduced(picture: Any, colors: int, fixed: bool) -> Any:
-    """`picture` with a palette of few colours: those of the course, `fixed`, or its own most frequent ones.
-
-    A palette of frequent colours would merge a thin green line into the blue ones.
-    """
-    from PIL import Image
-
-    if not fixed or colors < 64:
-        return picture.quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    shades = [mpl.colors.to_rgb(c) for c in (*SERIES, GREY, "black", *TINTS)]
-    steps = [[round(255 * (1 - share * (1 - c))) for c in rgb] for rgb in shades for share in (1, 0.66, 0.33)]
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([255, 255, 255] + [c for rgb in steps for c in rgb])
-    return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 def finish(fig: Figure) -> None:

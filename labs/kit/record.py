@@ -40,8 +40,6 @@ FIELDS = {
     "layout": dict,
 }
 COLUMNS = {"lab", "metric", "value", "unit", "n", "kind"}
-SHORT = "repeated fields are left out"
-"""The name in a provenance line, with the value true, that makes a file a short one."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +156,9 @@ class Records(Sequence[Record]):
         """Provenance of the first record; empty if there is none."""
         return self[0].provenance if len(self) else {}
 
-    def save(self, path: str | os.PathLike, short: bool = False) -> Path:
-        """Write all records to `path` as JSON lines, whole or not at all. OSError if that cannot be done.
-
-        `short`: a third of the bytes where many records have one configuration, but no longer a line that can be read
-        by itself, as `jq` and pandas do.
-        """
-        return write_atomic(Path(path), "".join(self.short_lines() if short else self.lines()))
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write all records to `path` as JSON lines, whole or not at all. OSError if that cannot be done."""
+        return write_atomic(Path(path), "".join(self.lines()))
 
     def lines(self) -> Iterator[str]:
         """JSON lines, grouped by provenance: a header line for each group, then its records."""
@@ -175,23 +169,6 @@ class Records(Sequence[Record]):
                 yield json.dumps({"provenance": header}, allow_nan=False) + "\n"
             row = {name: getattr(r, name) for name in FIELDS}
             yield json.dumps(row, allow_nan=False) + "\n"
-
-    def short_lines(self) -> Iterator[str]:
-        """The same, without what repeats."""
-        before: dict[str, str] = {}
-        for row in map(json.loads, self.lines()):
-            if "provenance" in row:
-                before = {}
-                yield _packed(row | {SHORT: True}) + "\n"
-            else:
-                texts = {name: _packed(value) for name, value in row.items()}  # as text 1 is neither 1.0 nor true
-                yield _packed({name: row[name] for name in row if texts[name] != before.get(name)}) + "\n"
-                before = texts
-
-
-def _packed(value: Any) -> str:
-    """JSON without spaces."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def write_atomic(path: Path, text: str) -> Path:
@@ -222,22 +199,20 @@ def load(path: str | os.PathLike) -> Records:
 
     Raises ValueError naming the file, the line and the field of the first thing that is wrong.
     """
-    records, header, before = [], None, {}
+    records, header = [], None
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         where = f"{path}, line {number}"
         row = _object(line, where)
         if "provenance" in row:
             header = row["provenance"]
-            if not isinstance(header, dict) or row.get(SHORT, True) is not True or row.keys() - {"provenance", SHORT}:
+            if not isinstance(header, dict) or row.keys() - {"provenance"}:
                 raise ValueError(f"{where}, field 'provenance': a line with one object needed, not {brief(row)}")
             if problem := json_problem(header):
                 raise ValueError(f"{where}, field 'provenance': {problem}")
-            short, before = SHORT in row, {}
         elif header is None:
             raise ValueError(f"{where}, field 'provenance': missing, the first line of a file must hold it")
         else:
-            records.append(_parse(before | row, header, where))
-            before = before | row if short else {}
+            records.append(_parse(row, header, where))
     if not records:
         raise ValueError(f"{path}: holds no records")
     return Records(records)
@@ -392,29 +367,15 @@ LARGEST = sys.float_info.max
 def parse_json(line: bytes) -> Any:
     """The value in one line of JSON. ValueError says in one line what is wrong with it."""
     try:
-        return json.loads(line.decode(), object_pairs_hook=_each_name_once)
+        return json.loads(line.decode())
     except UnicodeDecodeError as e:
         raise ValueError(f"not UTF-8 text (byte {e.start + 1})") from None
     except json.JSONDecodeError as e:
         raise ValueError(f"not JSON ({e.msg})") from None
     except RecursionError:
         raise ValueError("not JSON (nested too deeply)") from None
-    except Twice as e:
-        raise ValueError(f"field {e} is there twice") from None
     except ValueError:  # Python refuses more than 4300 digits, since they take it minutes
         raise ValueError("not JSON (a number of thousands of digits)") from None
-
-
-class Twice(ValueError):
-    """A name that an object has twice: programs differ in which of the two they take."""
-
-
-def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise Twice(brief(next(name for name in names if names.count(name) > 1)))
-    return values
 
 
 def json_problem(value: Any, depth: int = 0) -> str:

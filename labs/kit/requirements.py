@@ -1,8 +1,4 @@
-"""What the course needs of the packages on a machine, read from pyproject.toml. Standard library only: no torch needed.
-
-`[tool.course]` there holds what a list of dependencies cannot say: the oldest torch that a machine may bring, and what
-a notebook does without on a machine that has a front end of its own.
-"""
+"""Which torch is installed, and whether the course can use it. Standard library only: no torch needed."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 VERSION = re.compile(r"\d+(?:\.\d+)*")
-REQUIREMENT = re.compile(r"([\w.-]+)(>=|==)(\d+(?:\.\d+)*)")
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -31,19 +26,6 @@ def numbers(version: str) -> tuple[int, ...]:
 def project(root: Path = ROOT) -> dict[str, Any]:
     """pyproject.toml. FileNotFoundError where labs was installed without its repository."""
     return tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
-
-
-def needed(root: Path = ROOT) -> dict[str, str]:
-    """{package: the oldest version that will do}, in the order of pyproject.toml; of torch the one version tested."""
-    found = (REQUIREMENT.fullmatch(line) for line in project(root)["project"]["dependencies"])
-    return {match[1]: match[3] for match in found if match}
-
-
-def tested(root: Path = ROOT) -> dict[str, str]:
-    """{package, as pyproject.toml writes it: the version that the course was tested with}: constraints.txt."""
-    lines = (root / "constraints.txt").read_text("utf-8").splitlines()
-    pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pairs}
 
 
 def installed(name: str) -> str | None:
@@ -66,14 +48,16 @@ def _by_its_own_file(name: str) -> str | None:
 def torch_problem(version: str | None, root: Path = ROOT) -> str:
     """Why this torch cannot be used, in one line that names the fix; "" if it can, or if nobody knows."""
     try:
-        oldest, pin = project(root)["tool"]["course"]["oldest-torch"], needed(root)["torch"]
+        found = project(root)
     except FileNotFoundError:
         return ""
     if version is None:
-        return "torch is not installed in this Python: run `make lab`, or `python labs/hosted.py`, which installs it"
+        return "torch is not installed in this Python: run `make lab`, which installs it"
+    oldest = found["tool"]["course"]["oldest-torch"]
     if numbers(version) < numbers(oldest):
+        pin = next(line for line in found["project"]["dependencies"] if line.startswith("torch=="))
         return (
             f"torch {version} is older than {oldest}, the oldest that the course can use: take a newer image of "
-            f"this machine, or run `python -m pip install torch=={pin}`"
+            f"this machine, or run `python -m pip install {pin}`"
         )
     return ""

@@ -129,7 +129,6 @@ MUTANTS = {
     "00.3": {
         "algbw": (_busbw(lambda s, t, n: s / t / 1e9), "algbw"),
         "all-gather's factor": (_busbw(lambda s, t, n: s / t * (n - 1) / n / 1e9), "all-gather"),
-        "bits": (_busbw(lambda s, t, n: 16 * s / t * (n - 1) / n / 1e9), "Gbit/s"),
         "no warm-up": (_busbw(warm=False), "makes the connections"),
         "own time": (_busbw(slowest=None), "a time of its own"),
         "fastest rank": (_busbw(slowest=dist.ReduceOp.MIN), "fastest rank"),

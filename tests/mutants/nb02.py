@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
-from statistics import fmean, median
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
-
-from labs.kit.measure import differs, estimate, paired_ratio
 
 
 def _renew(worker_id):
@@ -45,100 +41,6 @@ def _seeded_with(choose):
         return _loader(dataset, batch_size, rank, world_size, epoch, seed, generator=own)
 
     return loader
-
-
-def _named(model_s, loader_s, ratio):
-    if not differs(ratio):
-        return "neither"
-    return "loader" if ratio.value > 1 else "model"
-
-
-def _limit(model_s, loader_s):
-    return _named(model_s, loader_s, paired_ratio(loader_s, model_s))
-
-
-def _sum(model_s, loader_s):
-    return _limit(model_s, loader_s), median(model_s) + median(loader_s)
-
-
-def _mean_expected(model_s, loader_s):
-    return _limit(model_s, loader_s), max(fmean(model_s), fmean(loader_s))
-
-
-def _names_swapped(model_s, loader_s):
-    return _named(model_s, loader_s, paired_ratio(model_s, loader_s)), max(median(model_s), median(loader_s))
-
-
-def _means_compared(model_s, loader_s):
-    a, b = fmean(model_s), fmean(loader_s)
-    return ("loader" if b > a else "model"), max(a, b)
-
-
-def _noise_ignored(model_s, loader_s):
-    a, b = median(model_s), median(loader_s)
-    return ("loader" if b > a else "model"), max(a, b)
-
-
-def _fixed_margin(model_s, loader_s):
-    a, b = median(model_s), median(loader_s)
-    name = "neither" if abs(a - b) < 0.1 * max(a, b) else "loader" if b > a else "model"
-    return name, max(a, b)
-
-
-def _unpaired_intervals(model_s, loader_s):
-    a, b = estimate(model_s), estimate(loader_s)
-    name = "loader" if b.low > a.high else "model" if a.low > b.high else "neither"
-    return name, max(a.value, b.value)
-
-
-def _name_only(model_s, loader_s):
-    return _limit(model_s, loader_s)
-
-
-def _best(rates, typical=median):
-    return max(rates, key=lambda s: typical(rates[s]))
-
-
-def _within(rates, best, tolerance):
-    return [s for s in rates if paired_ratio(rates[s], rates[best]).high >= 1 - tolerance]
-
-
-def _fastest(rates, tolerance):
-    return _best(rates)
-
-
-def _first_of_all(rates, tolerance):
-    return next(iter(rates))
-
-
-def _noise_without_tolerance(rates, tolerance):
-    return _within(rates, _best(rates), 0)[0]
-
-
-def _tolerance_always_3_percent(rates, tolerance):
-    return _within(rates, _best(rates), 0.03)[0]
-
-
-def _medians_without_noise(rates, tolerance):
-    best = median(rates[_best(rates)])
-    return next(s for s in rates if median(rates[s]) >= (1 - tolerance) * best)
-
-
-def _stops_at_the_first_dip(rates, tolerance):
-    settings = list(rates)
-    for here, after in pairwise(settings):
-        if paired_ratio(rates[after], rates[here]).low <= 1 + tolerance:
-            return here
-    return settings[-1]
-
-
-def _unpaired(rates, tolerance):
-    best = estimate(rates[_best(rates)])
-    return next(s for s in rates if estimate(rates[s]).high >= (1 - tolerance) * best.low)
-
-
-def _index(rates, tolerance):
-    return list(rates).index(_within(rates, _best(rates), tolerance)[0])
 
 
 def _worker():
@@ -199,26 +101,6 @@ MUTANTS = {
         "no generator": (_with(generator=None), "rank 1 draws the numbers of rank 0"),
         "seeded with the rank alone": (_seeded_with(lambda rank, epoch, seed: rank), "epoch 1 draws the numbers of"),
         "the clock": (_seeded_with(lambda *_: time.time_ns()), "a second run with the same seed draws other"),
-    },
-    "02.2": {
-        "sum": (_sum, "you add the two times"),
-        "mean expected": (_mean_expected, "a single step of 1.5 s moves it"),
-        "names swapped": (_names_swapped, "the faster of the two"),
-        "means compared": (_means_compared, 'you answer "loader": one step'),
-        "noise ignored": (_noise_ignored, "cannot show that"),
-        "fixed margin": (_fixed_margin, "by 4 % with 0.3 % of noise"),
-        "unpaired intervals": (_unpaired_intervals, "took twice as long for both"),
-        "name only": (_name_only, "not a name and a number"),
-    },
-    "02.3": {
-        "fastest": (_fastest, "you choose (4, 2), the fastest"),
-        "first of all": (_first_of_all, "the cheapest, fast or not"),
-        "tolerance ignored": (_noise_without_tolerance, "not shown to be slower at all"),
-        "tolerance always 3 %": (_tolerance_always_3_percent, "use tolerance"),
-        "noise ignored": (_medians_without_noise, "a median alone hides"),
-        "stops at the first dip": (_stops_at_the_first_dip, "must not end where one step is not uphill"),
-        "unpaired": (_unpaired, "compare round by round"),
-        "index": (_index, "2 is none of the settings"),
     },
     "02.4": {
         "everything": (_everything, "all 6 processes"),

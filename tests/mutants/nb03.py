@@ -60,58 +60,6 @@ def _cut_then_shuffled(dataset_size, rank, world_size, epoch, seed):
     return [own[i] for i in _order(len(own), seed + epoch)]
 
 
-def _sum(model):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-
-
-def _biases_skipped(model):
-    for name, p in model.named_parameters():
-        if not name.endswith("bias"):
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
-def _parameters_averaged(model):
-    for p in model.parameters():
-        dist.all_reduce(p.data)
-        p.data /= dist.get_world_size()
-
-
-def _on_a_copy(model):
-    for p in model.parameters():
-        mean = p.grad / dist.get_world_size()
-        dist.all_reduce(mean)
-
-
-def _reduced_to_rank_0(model):
-    for p in model.parameters():
-        dist.reduce(p.grad, dst=0)
-        p.grad /= dist.get_world_size()
-
-
-def _none_not_expected(model):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
-def _only_rank_0_calls(model):
-    for p in model.parameters():
-        if dist.get_rank() == 0:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
-def _unused_left_out_everywhere(model):
-    for p in model.parameters():
-        used = torch.tensor(float(p.grad is not None))
-        dist.all_reduce(used, op=dist.ReduceOp.MIN)
-        if used:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
 def _weights(micro_batches):
     """Of each micro-batch, as in the reference."""
     rows = torch.tensor(sum(len(x) for x, _ in micro_batches))
@@ -214,16 +162,6 @@ MUTANTS = {
         "unequal lengths": (_unequal_lengths, "the ranks got [3, 3, 2, 2]"),
         "global generator seeded": (_global_seed, "global random generator"),
         "cut, then shuffled": (_cut_then_shuffled, "the same 30 samples in every epoch"),
-    },
-    "03.2": {
-        "sum": (_sum, "that is the sum"),
-        "biases skipped": (_biases_skipped, "0.bias, 2.bias still hold"),
-        "parameters averaged": (_parameters_averaged, "changed the parameters"),
-        "on a copy": (_on_a_copy, "nothing was written into p.grad"),
-        "reduced to rank 0": (_reduced_to_rank_0, "the other ranks do not"),
-        "None not expected": (_none_not_expected, "p.grad None, and your code fails"),
-        "only rank 0 calls": (_only_rank_0_calls, "for ever in your all-reduce: rank 0 was in line"),
-        "unused left out everywhere": (_unused_left_out_everywhere, "rank 0 ends with another gradient"),
     },
     "03.3": {
         "each rank for itself": (_accumulate(_own_rows), "rank 0 has 12 rows and rank 1 has 4"),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mutants import nb09_clinic, nb09_exposed, nb09_schedule
+from mutants import nb09_exposed, nb09_schedule
 
-MUTANTS = {"09.1": nb09_schedule.MUTANTS} | nb09_exposed.MUTANTS | nb09_clinic.MUTANTS
+MUTANTS = {"09.1": nb09_schedule.MUTANTS} | nb09_exposed.MUTANTS

@@ -13,7 +13,7 @@ from pathlib import Path
 for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
     warnings.filterwarnings("error", category=kind, module=r"labs(\.|$)")
 
-# The next one of this name, of tests/elsewhere or of the system, which this one has hidden.
+# The system's own file of this name, which this one has hidden.
 here = str(Path(__file__).parent)
 if spec := PathFinder.find_spec("sitecustomize", [p for p in sys.path if p != here]):
     spec.loader.exec_module(module_from_spec(spec))

@@ -1,4 +1,4 @@
-"""Notebook 00: which of three limits a pass meets, here and on published cards; the hardware table."""
+"""Notebook 00: which of three limits a pass meets; the hardware table."""
 
 from __future__ import annotations
 
@@ -117,40 +117,6 @@ def _small_text(found: list[Pass]) -> str:
     return text
 
 
-CARDS = (("H100 SXM", "fp32"), ("H100 SXM", "tf32"), ("RTX 4090", "fp32"), ("T4", "fp32"))
-
-
-def on_cards(work: dict[str, Work], operator_s: float) -> pandas.DataFrame:
-    """Times of passes on published cards, modelled, and which limit is the longest; a sentence on overhead.
-
-    `operator_s` is what an operator takes on this host: a GPU's host spends a time of this kind on launching one.
-    """
-    rows, longest = {}, {}
-    for name, dtype in CARDS:
-        card = hardware.spec(name)
-        for model, w in work.items():
-            times = limits.modelled(w, card.tflops(dtype) * 1e12, card.bandwidth_gb_s * 1e9, operator_s)
-            where = f"{name}, {FORMATS[dtype]}"
-            longest[where, model] = max(times, key=times.__getitem__)
-            rows[where, model] = {
-                "ridge (FLOP/byte)": f"{ridge_flop_per_byte(card.tflops(dtype) * 1e12, card.bandwidth_gb_s * 1e9):.0f}",
-                **{what: _time(s) for what, s in times.items()},
-                "longest": longest[where, model],
-                "bytes moved, and the L2 cache": _beside_cache(w.bytes / 2**20, card.l2_mib),
-            }
-    counts = {m: sum(what == "overhead" for (_, model), what in longest.items() if model == m) for m in work}
-    told = "; ".join(f"for *{m}* in {n} of {len(CARDS)} rows" for m, n in counts.items())
-    say(f"At {_time(operator_s)} for an operator, as measured here, overhead is the longest {told}.")
-    return pandas.DataFrame(rows).T
-
-
-def _beside_cache(mib: float, l2_mib: float | None) -> str:
-    """Bytes moved beside the size of a level-2 cache, both in MiB; None where no size is sourced."""
-    if l2_mib is None:
-        return f"{mib:,.0f} MiB; no size found"
-    return f"{mib:,.0f} MiB, {'fits' if mib < l2_mib else 'more than'} {l2_mib:g} MiB"
-
-
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
@@ -186,11 +152,3 @@ def hardware_table() -> pandas.DataFrame:
             }
         )
     return pandas.DataFrame(rows).set_index("GPU").map(lambda v: "" if pandas.isna(v) else f"{v:,g}")
-
-
-def sources() -> None:
-    """The datasheets behind the hardware table, a line each."""
-    cards: dict[tuple[str, str], list[str]] = {}
-    for s in hardware.specs():
-        cards.setdefault((s.source, s.url), []).append(s.gpu)
-    say("\n".join(f"* {', '.join(gpus)}: [{title}]({url})" for (title, url), gpus in cards.items()))

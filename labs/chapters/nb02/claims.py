@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from labs.chapters.nb02 import claims_loading as loading
 from labs.chapters.nb02.claims_loading import WAITS, counted, device, quotient
 from labs.kit.claims import GAIN, Verdict, cannot_tell, depends, judged, last, verdict, word
-from labs.kit.measure import differs
 from labs.kit.record import Records
 
 NO_TURNS = "not in turn"
@@ -29,23 +26,6 @@ def _(evidence: Records) -> Verdict:
         f"the time; the slowest, {case}: {speed} the model's rate, {share} waits{device(run)}"
     )
     return judged(idle, busy, because)
-
-
-@verdict("A34")
-def _(evidence: Records) -> Verdict:
-    by_job = loading.trained(evidence)
-    faster, same = loading.brings([g for by in by_job.values() for g in by.values()])
-    said = f"with workers {sum(faster)} of {len(faster)} runs train faster than without: {loading.ends(by_job)}"
-    try:
-        rates = loading.transfers(evidence)
-    except LookupError:
-        half = word(faster, same)
-        if half != "depends":  # then the other half decides
-            return Verdict("needs N GPUs", f"{said}; what pin_memory brings shows on a GPU only", "")
-        return judged(faster, same, f"{said}; pin_memory has no effect without a GPU: that half is open")
-    pinned = [quotient(rates[True, n], rates[False, n]) for n in (False, True)]
-    said += f"; pin_memory gives {pinned[0]} the rate, with non_blocking {pinned[1]} ({NO_TURNS})"
-    return judged(*(a + b for a, b in zip((faster, same), loading.brings(pinned), strict=True)), said)
 
 
 @verdict("D23")
@@ -119,19 +99,6 @@ def _(evidence: Records) -> Verdict:
     return judged(right + fell + trained, wrong + slower, because)
 
 
-@verdict("E07")
-def _(evidence: Records) -> Verdict:
-    case = {"dataset": "Bare", "shuffle": True, "workers": 0}
-    run = last(evidence, "loader_traps", "raised", **case)
-    bare = run.one("raised", **case)
-    if not bare.value:
-        return Verdict("holds", "a Dataset without methods gives batches: nothing is raised")
-    said = [f"a Dataset without methods: {bare.case['error']} at {bare.case['at']}, {bare.case['words']}"]
-    for r in run.where("raised", dataset="OnlyLength", workers=0)[:1]:
-        said.append(f"with a length only: {r.case['error']} at {r.case['at']}, {r.case['words']}")
-    return Verdict("does not hold", "; ".join(said))
-
-
 @verdict("E08")
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "dataloader", "images_per_s", way="loader", workers=4)
@@ -150,47 +117,3 @@ def _(evidence: Records) -> Verdict:
     if found.word != "holds" or slow.high < GAIN:
         return found
     return depends(slow.low > 1, because)
-
-
-@verdict("E09")
-def _(evidence: Records) -> Verdict:
-    run = last(evidence, "dataloader", "batch_bytes", send="float32")
-    few, many = (run.one("batch_bytes", send=send).value for send in ("uint8", "float32"))
-    rate = quotient(*(run.one("images_per_s", way="both", send=send) for send in ("float32", "uint8")))
-    because = (
-        f"where workers also expand uint8 to float32, {few / 1e6:.3g} MB per batch become {many / 1e6:.3g} MB, "
-        f"and training has {rate} the images per second ({NO_TURNS}){device(run)}"
-    )
-    if not differs(rate):
-        because += ": what it costs in time this run cannot tell"
-    return Verdict(word([many <= few, rate.low > 1], [many > few, rate.high < 1]), because)
-
-
-@verdict("E10")
-def _(evidence: Records) -> Verdict:
-    batch = torch.ones(2)
-    there = batch.to("meta")  # a device without memory that every torch has: no GPU is woken up by a verdict
-    if there is batch or there.device.type != "meta":
-        return Verdict("does not hold", f'.to("meta") of a CPU tensor gives one on {there.device.type}', "")
-    same = "the tensor itself" if batch.to("cpu") is batch else "a copy"
-    because = f'.to("meta") of a CPU tensor gives a new one on that device, the old one stays; .to("cpu") gives {same}'
-    return Verdict("holds", because, "")
-
-
-@verdict("E11")
-def _(evidence: Records) -> Verdict:
-    try:
-        rates = loading.transfers(evidence)
-    except LookupError:
-        last(evidence, "dataloader", "images_per_s")
-        batch = torch.ones(2)
-        same = "the batch itself" if batch.to("cpu") is batch else "a copy"
-        return Verdict("needs N GPUs", f'on a CPU nothing is sent: .to("cpu") gives {same}', "")
-    overlap = quotient(rates[True, True], rates[False, False])
-    because = (
-        f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
-        f".to(device) ({NO_TURNS})"
-    )
-    if not differs(overlap):
-        return cannot_tell(because)
-    return Verdict("does not hold" if overlap.low > 1 else "depends", because)  # fewer would show no saving either

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from labs.kit.claims import GAIN, last, pairs, percent
@@ -68,30 +67,7 @@ def speeds(run: Records) -> list[tuple[Estimate, Estimate, str]]:
     return sorted(found, key=lambda x: x[0].value)
 
 
-def transfers(evidence: Records) -> dict[tuple[bool, bool], Record]:
-    """{(pin_memory, non_blocking): images per second}. LookupError without records of a GPU."""
-    on_gpu = Records(r for r in evidence if r.layout.get("device") == "cuda")
-    run = last(on_gpu, "dataloader", "images_per_s", pin_memory=True, non_blocking=True)
-    ways = [(pin, non_blocking) for pin in (False, True) for non_blocking in (False, True)]
-    return {(p, n): run.one("images_per_s", pin_memory=p, non_blocking=n) for p, n in ways}
-
-
 # -- gains by workers
-
-
-def trained(evidence: Records) -> dict[str, Gains]:
-    """{job: gains}, model and loader together, of labs.dataloader and labs.tune_dataloader. LookupError if none."""
-    found: dict[str, Gains] = {}
-    with contextlib.suppress(LookupError):
-        # wait_share is in the part that has every model with every number of workers; others have "both", too
-        for model, by in together(last(evidence, "dataloader", "wait_share")).items():
-            found[model] = {n: quotient(r, by[0]) for n, r in by.items() if n and 0 in by}
-    with contextlib.suppress(LookupError):
-        found |= swept(evidence)
-    found = {job: by for job, by in found.items() if by}
-    if not found:
-        raise LookupError("launch('dataloader') or launch('tune_dataloader') with and without workers is needed")
-    return found
 
 
 def swept(evidence: Records) -> dict[str, Gains]:

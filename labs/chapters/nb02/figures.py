@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pandas
 
 from labs import dataloader, tune_dataloader
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, differs, estimate
+from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
 from labs.kit.record import Record, Records
-from labs.parts.loading.rates import compared, counted, may_be_equal, quotient
-from labs.parts.sources import on_gpus
+from labs.parts.loading.rates import compared, counted, may_be_equal
 from labs.parts.tuning.report import Tuning
 
 MODELS = {"light": "light model", "even": "even model", "heavy": "heavy model"}
@@ -228,63 +226,6 @@ def _sweep_text(run: Records, rows: dict, best: Record, tied: list[Record], gues
         told = f"{counted(most)}, more than cores, over {counted(as_many)}, in batches of {batch}"
         lines.append(f"* {compared(rows[batch, most], rows[batch, as_many], told)}.")
     return "\n".join(lines)
-
-
-def settings_table(run: Records) -> pandas.DataFrame:
-    """What other settings do: prefetch_factor with the middle model, and what is sent with the light one."""
-    rows = {}
-    for r in run.where("images_per_s", way="both"):
-        if "prefetch_factor" in r.case:
-            rows[f"prefetch_factor={r.case['prefetch_factor']}, {r.case['model']} model"] = _rate(r)
-        if "send" in r.case:
-            size = run.one("batch_bytes", send=r.case["send"]).value / 1e6
-            rows[f"send {r.case['send']}: {size:.2f} MB per batch, {r.case['model']} model"] = _rate(r)
-    return pandas.DataFrame({"both together": rows})
-
-
-def settings_text(run: Records) -> None:
-    """Whether this run shows any difference between the settings of the table, in words."""
-    both = run.where("images_per_s", way="both")
-    queues = [r for r in both if "prefetch_factor" in r.case]
-    sent = {r.case["send"]: r for r in both if "send" in r.case}
-    lines = []
-    if len(queues) > 1:
-        first, last = queues[0], queues[-1]
-        what = f"prefetch_factor={last.case['prefetch_factor']} over {first.case['prefetch_factor']}"
-        lines.append(compared(last, first, what))  # each took as many batches as there was time for: no pairs
-    if {"uint8", "float32"} <= set(sent):
-        lines.append(compared(sent["uint8"], sent["float32"], "uint8 over float32"))
-    say("\n".join(f"* {line}." for line in lines))
-
-
-def pinned(run: Records, folder: Path = on_gpus.RECORDS) -> None:
-    """Figure: pin_memory and non_blocking, all four ways, from this run or from a recorded one on a GPU, labelled.
-
-    One sentence where there is neither: a CPU has nothing to copy to.
-    """
-    rows = [r for r in run.where("images_per_s", way="both") if "pin_memory" in r.case]
-    if not rows:
-        say("Here is no GPU: `pin_memory=True` does nothing but warn, and `.to(device)` returns the batch itself.")
-        found = on_gpus.of_claims("02", "dataloader", folder)
-        rows = [r for run in found[-1:] for r in run if "pin_memory" in r.case]
-    if not rows:
-        return say(on_gpus.NONE)
-    by = {(r.case["pin_memory"], r.case["non_blocking"]): r for r in rows}
-    gain = quotient(by[True, True], by[False, False])
-    told = f"{gain} as fast as neither" if differs(gain) else f"no difference that this run can show, {gain}"
-    message = f"Pinned memory with non_blocking: {told}"
-    fig, ax = figure(
-        message,
-        xlabel="images per second",
-        ylabel="pin_memory,\nnon_blocking",
-        records=Records(rows),
-        size=(6.8, 2.9),
-        legend_below=True,
-    )
-    bars(ax, [f"{p}, {n}" for p, n in by], list(by.values()), kind=rows[0].kind, label="model and loader together")
-    return show(
-        fig, alt=f"{message}. " + "; ".join(f"pin_memory={p}, non_blocking={n}: {_rate(r)}" for (p, n), r in by.items())
-    )
 
 
 def first_batches(run: Records) -> pandas.DataFrame:

@@ -1,8 +1,8 @@
-"""Figures of notebook 02 about cores: workers a model needs, ranks that share a host, augmentation, threads."""
+"""Figures of notebook 02 about cores: workers a model needs, augmentation, threads."""
 
 from __future__ import annotations
 
-from labs import loader_cores, loader_traps
+from labs import loader_cores
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import paired_ratio, verdict
@@ -64,43 +64,6 @@ def _why_short(run: Records, times: float, workers: int) -> str:
         verdict(paired_ratio(both[workers + 1], both[workers]), f"{counted(workers + 1)} over {counted(workers)}") + "."
     )
     return " " + " ".join(said)
-
-
-def ranks(run: Records) -> None:
-    """Figure: images per second that all ranks load together, by ranks and workers of each, and what cores allow."""
-    rows = sorted(run.where("images_per_s", way="ranks"), key=lambda r: (r.case["workers"], r.case["ranks"]))
-    most, cores = max(r.case["ranks"] for r in rows), int(run.provenance["cores"])
-    if most == 1:
-        return say("One rank has nobody to share the cores with: set RANKS = 2 above.")
-    first = rows[0]
-    one = first.value / min(first.case["workers"], cores)  # images/s of a process with a core of its own
-    dear = max(r.case["workers"] for r in rows)
-    found = {r.case["ranks"]: r for r in rows if r.case["workers"] == dear}
-    told = f"Images/s of {most} ranks with {counted(dear)} each over one such rank"
-    message = verdict(paired_ratio(found[most].samples, found[1].samples), told)
-    fig, ax = figure(
-        message,
-        xlabel="images per second of all ranks together",
-        ylabel="ranks x workers",
-        records=run,
-        size=(6.8, 3.3),
-        legend_below=True,
-    )
-    names = [f"{r.case['ranks']} x {r.case['workers']}" for r in rows]
-    bars(ax, names, rows, label="loaded")
-    limits = [loader_traps.predict("compute", r.case["ranks"] * r.case["workers"], 1 / one, cores) for r in rows]
-    (mark,) = ax.plot(
-        limits,
-        range(len(rows)),
-        "|",
-        color="black",
-        markersize=17,
-        markeredgewidth=2,
-        label=f"expected from {names[0]}, if {cores} cores are the limit (modelled)",
-    )
-    mark.set_gid("kind:modelled")
-    ax.set_xlim(left=0)
-    return show(fig, alt=f"{message}. " + "; ".join(f"{n}: {r.value:,.0f}" for n, r in zip(names, rows, strict=True)))
 
 
 def augmentation(run: Records, guess: Prediction) -> None:

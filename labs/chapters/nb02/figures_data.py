@@ -162,15 +162,6 @@ def who_reads(run: Records) -> pandas.DataFrame:
     return pandas.DataFrame(rows).set_index("num_workers")
 
 
-def worker_memory(run: Records) -> None:
-    """Process ids and private memory of the workers, in words."""
-    r = max(run.where("worker_processes"), key=lambda r: r.case["workers"])
-    n = r.case["workers"]
-    pids = sorted({int(p) for p in run.one("worker_pids", workers=n).samples})
-    own = estimate(run.one("worker_private_bytes", workers=n).samples, "B")
-    say(f"Process ids: {', '.join(map(str, pids))}. Private memory of each: {own}, before any data.")
-
-
 def random_table(run: Records) -> None:
     """Share of draws that another worker, or the former epoch, drew too. Deterministic."""
     ways = list(dict.fromkeys(r.case["way"] for r in run.where("duplicate_share", across="workers")))

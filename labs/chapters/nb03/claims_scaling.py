@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
 
 from labs import crossover, data_parallel
-from labs.kit.claims import Verdict, cannot_tell, depends, in_general, judged, only_on, verdict, word
+from labs.kit.claims import Verdict, cannot_tell, depends, in_general, judged, only_on, verdict
 from labs.kit.measure import Estimate, paired_ratio, unpaired_ratio
 from labs.kit.record import Records
 from labs.parts import models
-from labs.parts.sources.published import rtx_3090_images, rtx_4090_epochs
+from labs.parts.sources.published import rtx_4090_epochs
 from labs.parts.timing.collectives import LatencyBandwidth, fit
 from labs.parts.timing.roofline import training_step_work
 
 MOSTLY, MORE = 0.5, 0.05  # of the differences between speed-ups: explained by both, and more than by one of the two
-NOTICED_S = 0.1  # J. Nielsen, Usability Engineering (1993), chapter 5: up to here an answer seems instantaneous
 
 
 def launched(evidence: Records, lab: str, **config: object) -> Records:
@@ -91,24 +89,6 @@ def _(evidence: Records) -> Verdict:
     )
 
 
-@verdict("A18")
-def _(evidence: Records) -> Verdict:
-    """`evidence` is not asked: both tables are published ones."""
-    times, rates = (
-        [r.value for r in rtx_4090_epochs()],
-        rtx_3090_images().where("images_per_s", model="VGG-16", batch=64),
-    )
-    gains = [a / b for a, b in itertools.pairwise(times)], [b.value / a.value for a, b in itertools.pairwise(rates)]
-    every = [all(g > 1 for g in table) for table in gains]
-    return Verdict(
-        word(every, [not e for e in every]),
-        f"time: in that table the last card still gains {gains[0][-1]:.2f} x; in another, VGG-16 on RTX "
-        f"3090, 8 cards do {gains[1][-1]:.2f} times the work of 4. Cost: {times[0]:.1f} to "
-        f"{len(times) * times[-1]:.1f} GPU-seconds per epoch",
-        "published",
-    )
-
-
 @verdict("A20")
 def _(evidence: Records) -> Verdict:
     run = mapped(evidence)
@@ -130,38 +110,6 @@ def _(evidence: Records) -> Verdict:
     if lost:
         return Verdict("holds", because)
     return depends(gained == len(rows), because)
-
-
-@verdict("A28")
-def _(evidence: Records) -> Verdict:
-    run = launched(evidence, "data_parallel", split="weak", model="mlp")
-    warm, cold = data_parallel.startup_s(run), data_parallel.cold_startup_s(run)
-    said = f"{warm:.2f} s here with torch loaded already. Up to {NOTICED_S:g} s seem instantaneous (Nielsen 1993)"
-    if cold is not None:
-        said = f"{cold:.1f} s if every rank imports torch first, as under torchrun; {said}"
-    if warm > NOTICED_S:
-        return Verdict("holds", said)
-    if cold is None:  # a short start of ours says nothing of torchrun's
-        return Verdict("depends", said)
-    return Verdict("holds" if cold > NOTICED_S else "does not hold", said)
-
-
-@verdict("A29")
-def _(evidence: Records) -> Verdict:
-    said, epochs = [], []
-    for model in ("mlp", "cnn"):
-        run = launched(evidence, "data_parallel", split="weak", model=model)
-        start_s = data_parallel.startup_s(run)
-        epochs.append(found := data_parallel.break_even_epochs(run, start_s))
-        unclear = "cannot be told" if math.isinf(found.high) else f"{found} epochs"
-        said.append(f"{model}: {'never' if math.isinf(found.low) else unclear}")
-        if found.value and math.isfinite(found.value):
-            said[-1] += f", and after 10 with a start of {start_s * 10 / found.value:.3g} s in place of {start_s:.2g} s"
-    # our fork server has torch loaded, a start by torchrun takes longer: a short one of ours refutes nothing
-    return Verdict(
-        "holds" if all(e.low > 10 for e in epochs) else "depends",
-        f"start-up is earned back on 60,000 samples after: {'; '.join(said)}{only_on(run, 'two models')}",
-    )
 
 
 @verdict("B03")

@@ -1,4 +1,4 @@
-"""Exercises of notebook 03: the sampler, DDP's average by hand, accumulation with no_sync, a program to repair."""
+"""Exercises of notebook 03: the sampler, accumulation with no_sync, a program to repair."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _random_states() -> tuple:
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state(legacy=False))
 
 
-# -- 03.2 and 03.3: on real ranks
+# -- 03.3: on real ranks
 
 
 Rows = tuple[tuple[int, ...], ...]
@@ -174,107 +174,6 @@ OTHER_ROWS: Rows = ((4, 3, 2, 1), (1, 5, 3, 3), (2, 3, 1, 2))
 """With other numbers of ranks, micro-batches and rows, none of which an answer may take as fixed."""
 COUNTS_BYTES = 64
 """What an answer may send by hand to agree on numbers of rows."""
-
-
-def check_all_reduce_gradients(f: Function) -> None:
-    """The mean over ranks, in every .grad, on three ranks; then with a layer that only rank 0 used."""
-    try:
-        found = on_ranks(_reduce, 3, f, when="in your all-reduce")
-    except RankFailed as e:
-        if "rocess group has not been initialized" in str(e):
-            raise Mistake(
-                "your code leaves the process group: the next step cannot talk to the other ranks any more",
-                "destroy_process_group() comes once, at the end of the program",
-            ) from e
-        raise
-    if any(r["not waited for"] for r in found):
-        raise Mistake(
-            "all_reduce(..., async_op=True) only starts, and your code reads p.grad before it is done",
-            "work = dist.all_reduce(..., async_op=True), then work.wait() before p.grad is used",
-        )
-    if any(r["too early"] for r in found):
-        raise Mistake(
-            "your code changes p.grad while its all_reduce(..., async_op=True) still runs: some numbers are "
-            "divided before they are sent, others after",
-            "work.wait() first, then divide; all may be started before the first is waited for",
-        )
-    names = list(found[0]["before"])
-    if any(r["parameters changed"] for r in found):
-        raise Mistake(
-            "your code changed the parameters themselves; the gradients are what has to be averaged",
-            "work on p.grad: the optimizer makes the same step on every rank if the gradients are equal",
-        )
-    before, after = ([_flat(r[k].values()) for r in found] for k in ("before", "after"))
-    mean = sum(before) / 3
-    right = [torch.allclose(a, mean, rtol=1e-4, atol=1e-7) for a in after]
-    if all(right):
-        return _check_unused(f)
-    if all(map(torch.equal, before, after)):
-        raise Mistake(
-            "every rank still has its own gradients: nothing was written into p.grad",
-            "all_reduce works in place: on a copy it leaves p.grad as it was",
-        )
-    if right[0]:
-        raise Mistake(
-            "rank 0 has the mean, the other ranks do not: their models will drift apart",
-            "dist.reduce gives the sum to one rank; dist.all_reduce gives it to all",
-        )
-    for rank, own_gradients in enumerate(before):
-        if all(torch.equal(a, own_gradients) for a in after):
-            raise Mistake(
-                f"all ranks have rank {rank}'s gradients: the other ranks' samples are lost",
-                "broadcast copies; all_reduce adds",
-            )
-    for op, extreme in {"MAX": torch.stack(before).amax(0), "MIN": torch.stack(before).amin(0)}.items():
-        if any(torch.allclose(a, extreme / k) for a in after for k in (1, 3)):
-            raise Mistake(
-                f"each number is the {op.lower()}imum of the ranks' numbers, not their mean",
-                f"leave out op=dist.ReduceOp.{op}: all_reduce adds, unless it is told otherwise",
-            )
-    if all(torch.allclose(a, b / 3) for a, b in zip(after, before, strict=True)):
-        raise Mistake(
-            "every rank has divided its own gradients by 3, and no sum came before or after", "dist.all_reduce(p.grad)"
-        )
-    own = [n for n in names if all(torch.equal(r["after"][n], r["before"][n]) for r in found)]
-    if own:
-        raise Mistake(f"{', '.join(own)} still hold each rank's own gradients", "go through all model.parameters()")
-    scale = (after[0] @ mean / (mean @ mean)).item()
-    if torch.allclose(after[0], scale * mean, rtol=1e-3, atol=1e-6):
-        raise Mistake(
-            f"on 3 ranks your gradients are {scale:.3g} times the mean"
-            + (": that is the sum, a learning rate 3 times too large" if abs(scale - 3) < 1e-3 else ""),
-            "divide the sum by dist.get_world_size(), once, and in p.grad itself: g = g / n leaves p.grad as it was",
-        )
-    raise Mistake(
-        f"the gradients are {(after[0] - mean).norm() / mean.norm():.2g} of their size off the mean",
-        "for each parameter: all_reduce p.grad, then divide it by the number of ranks",
-    )
-
-
-def _check_unused(f: Function) -> None:
-    case = "when a layer was used on rank 0 only (p.grad is None on rank 1)"
-    try:
-        found = on_ranks(_reduce_unused, 2, f, when=case)
-    except RankFailed as e:
-        if "NoneType" in str(e):
-            raise Mistake(
-                "a parameter that took no part in the loss has p.grad None, and your code fails on it",
-                "let None stand for zeros: p.grad = torch.zeros_like(p)",
-            ) from e
-        raise
-    want = found[0]["before"] / 2
-    if all(r["after"] is not None and torch.allclose(r["after"], want * 2 / 3, rtol=1e-4) for r in found):
-        raise Mistake(
-            "on two ranks the sum is divided by 3: the number of ranks is fixed in your code",
-            "divide by dist.get_world_size()",
-        )
-    for rank, r in enumerate(found):
-        if r["after"] is None or not torch.allclose(r["after"], want, rtol=1e-4, atol=1e-7):
-            has = "no gradient" if r["after"] is None else "another gradient than half of rank 0's"
-            raise Mistake(
-                f"{case}, rank {rank} ends with {has} for it",
-                "a rank without a gradient contributes zeros, and receives the mean as well",
-            )
 
 
 @contextmanager
@@ -291,77 +190,6 @@ def _bytes_sent_by_hand() -> Iterator[list[int]]:
         yield sent
     finally:
         dist.all_reduce = real
-
-
-def _reduce(f: Function) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model, rank = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), dist.get_rank()
-    x = torch.randn(dist.get_world_size(), 5, 4)[rank]
-    model(x).square().mean().backward()
-    with torch.no_grad():  # apart on purpose: averaging parameters would otherwise change nothing
-        for p in model.parameters():
-            p += 1e-3 * rank
-    grads, parameters = _grads(model), _flat(model.parameters())
-    with _works_noted() as works:
-        f(model)
-    return {
-        "before": grads,
-        "after": _grads(model),
-        "not waited for": any(not w.waited for w in works),
-        "too early": any(w.changed for w in works),
-        "parameters changed": not torch.equal(parameters, _flat(model.parameters())),
-    }
-
-
-class _Work:
-    """What all_reduce(async_op=True) returns, with notes: was it waited for, was its tensor changed before that?"""
-
-    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
-        self.work, self.waited, self.changed = work, False, False
-        self.tensor, self.version = tensor, tensor._version
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        self.changed |= not self.waited and self.tensor._version != self.version
-        self.waited = True
-        return self.work.wait(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
-
-
-@contextmanager
-def _works_noted() -> Iterator[list[_Work]]:
-    """Within, dist.all_reduce(async_op=True) returns a _Work, which is also added to the list."""
-    works, real = [], dist.all_reduce
-
-    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = real(tensor, *args, **kwargs)
-        if work is not None:
-            works.append(work := _Work(work, tensor))
-        return work
-
-    dist.all_reduce = all_reduce
-    try:
-        yield works
-    finally:
-        dist.all_reduce = real
-        for w in works:
-            w.work.wait()
-
-
-def _reduce_unused(f: Function) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"always": nn.Linear(4, 4), "never": nn.Linear(3, 3), "rank 0 only": nn.Linear(4, 2)})
-    hidden = model["always"](torch.ones(2, 4))
-    (model["rank 0 only"](hidden) if dist.get_rank() == 0 else hidden).square().sum().backward()
-    weight = model["rank 0 only"].weight
-    before = None if weight.grad is None else weight.grad.clone()
-    f(model)
-    return {"before": before, "after": weight.grad}
-
-
-def _grads(model: nn.Module) -> dict[str, Tensor]:
-    return {n: _gradient_or_zeros(p).clone() for n, p in model.named_parameters()}
 
 
 def _gradient_or_zeros(p: nn.Parameter) -> Tensor:
@@ -449,26 +277,16 @@ def _check_nothing_is_fixed(f: Function) -> None:
         raise
     if any(len(r["applied"]) != 1 for r in found):
         raise fixed("ranks or micro-batches", "not every rank makes one optimizer step")
-    share, mean, g = _weighing(OTHER_ROWS)
-    got, whole, known = found[0]["applied"][0], mean(share), len(ROWS[0])
-    factors = {"ranks": len(ROWS) / ranks, "rows": rows / sum(map(sum, ROWS))}
-    factors["ranks and of rows"] = factors["ranks"] * factors["rows"]
-    for what, factor in factors.items():
-        if _close(got, factor * whole):
-            raise fixed(what, f"the gradient is {factor:.3g} times what it should be")
-    part = mean(lambda r, i: (i < known) * share(r, i))
-    if _close(got, (got @ part) / (part @ part) * part):
-        raise fixed("micro-batches", f"those after the {known}rd are left out")
-    if _close(got, part + sum(share(0, i) * g[0][i] for i in range(known, m))):
-        raise fixed("micro-batches", f"what comes after the {known}rd stays on each rank")
+    share, mean = _weighing(OTHER_ROWS)
+    whole = mean(share)
     if any(not _close(r["applied"][0], whole) for r in found):
         raise fixed("ranks, micro-batches or rows", "the gradient is not that of the whole batch")
     if found[0]["all_reduces"] > 1:
         raise fixed("micro-batches", f"it is all-reduced {found[0]['all_reduces']} times")
 
 
-def _weighing(rows: Rows) -> tuple[Callable[[int, int], float], Callable[..., Tensor], list[list[Tensor]]]:
-    """(a micro-batch's share of all rows, DDP's mean of gradients with weights, the gradients), each by rank and i."""
+def _weighing(rows: Rows) -> tuple[Callable[[int, int], float], Callable[..., Tensor]]:
+    """(a micro-batch's share of all rows, DDP's mean of gradients with weights), each by rank and i."""
     model, batches = _problem(rows)
     ranks, g = len(rows), [[_gradient(model, *batch) for batch in own] for own in batches]
 
@@ -478,18 +296,18 @@ def _weighing(rows: Rows) -> tuple[Callable[[int, int], float], Callable[..., Te
     def share(rank: int, i: int) -> float:  # of all rows, times the ranks that DDP divides by
         return ranks * rows[rank][i] / sum(map(sum, rows))
 
-    return share, mean, g
+    return share, mean
 
 
 def _check_gradient(got: Tensor, rows: Rows) -> None:
     """Mistake unless `got` is the gradient of the whole batch; knows what the usual mistakes would give."""
-    share, mean, g = _weighing(rows)
+    share, mean = _weighing(rows)
     m = len(rows[0])
 
     def last(rank: int, i: int) -> bool:
         return i == m - 1
 
-    whole, stale = mean(share), mean(lambda r, i: i == 0)
+    whole = mean(share)
     weigh = "weigh each micro-batch's loss by its share of all rows of all ranks"
     known = [
         (
@@ -498,7 +316,6 @@ def _check_gradient(got: Tensor, rows: Rows) -> None:
             "rank 1 has 4: a row of rank 1 counts three times as much as one of rank 0",
             "all ranks must know how many rows there are in all: all_reduce that number",
         ),
-        (mean(lambda r, i: 1), "the losses of the micro-batches were added, not averaged: the step is too long", weigh),
         (
             mean(lambda r, i: 1 / len(rows[r])),
             "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
@@ -510,29 +327,12 @@ def _check_gradient(got: Tensor, rows: Rows) -> None:
             "only the last micro-batch is in the gradient",
             "zero_grad() empties .grad: call it once, before the loop",
         ),
-        (whole + stale, "the gradient of the step before is in it too", "optimizer.zero_grad() before the loop"),
         (
             whole / 2,
             "the gradient is half as large as it should be",
             "DDP divides the sum over ranks by their number: multiply by dist.get_world_size()",
         ),
-        (whole * 2, "the gradient is twice as large as it should be", "multiply by dist.get_world_size() once"),
-        *(
-            (
-                mean(lambda r, i, k=k: k * rows[r][i]),
-                "each micro-batch is multiplied by its rows, but nothing is divided by the number of all rows",
-                weigh,
-            )
-            for k in (1, len(rows))
-        ),
     ]
-    known.append(
-        (
-            mean(lambda r, i: (i == 0) * share(r, i)) + sum(share(0, i) * g[0][i] for i in range(1, m)),
-            "only the first micro-batch was sent; what came after stays on each rank",
-            "outside of no_sync() the last one, when all the others are in .grad",
-        )
-    )
     if _close(got, whole):
         return
     for gradient, what, hint in known:
@@ -865,9 +665,6 @@ def _check_accuracy(model: nn.Module, returned: list[Any]) -> None:
 
 EXERCISES = {
     "03.1": Exercise("each rank's share of the samples", check_shard, solution.shard),
-    "03.2": Exercise(
-        "the mean gradient of all ranks, by hand", check_all_reduce_gradients, solution.all_reduce_gradients
-    ),
     "03.3": Exercise(
         "one step from unequal shares, synchronised once", check_accumulate_step, solution.accumulate_step
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas
 from matplotlib.ticker import NullLocator
 
@@ -106,54 +104,6 @@ def _against_model(ddp: Estimate, modelled: float) -> str:
     return "This run cannot tell the two apart."
 
 
-def which_text(runs: dict[str, Records]) -> str:
-    """DataParallel or DDP? For each run by its name: which is faster, and whether its exchange is a reason."""
-    lines = []
-    for name, run in runs.items():
-        n = ranks_of(run)
-        dp, ddp = (run.one("step_s", mode=mode, ranks=n) for mode in ("dp", "ddp"))
-        ratio = paired_ratio(dp.samples, ddp.samples)
-        order = (
-            "DDP is faster" if ratio.low > 1 else "DataParallel is faster" if ratio.high < 1 else "no difference shown"
-        )
-        lines.append(f"* **{name}**: {order}. DDP's speed over DataParallel's: {ratio}. {_exchange_text(run)}")
-    if next(iter(runs.values()))[0].layout["device"] == "cuda":
-        return "\n".join(lines)
-    return "\n".join(lines) + (
-        "\n\nThis order is that of threads in one memory against processes that talk over sockets. It need not hold on"
-        " GPUs, where PyTorch's documentation recommends DDP even on one machine"
-        " ([DataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html))."
-    )
-
-
-def _exchange_text(run: Records) -> str:
-    found = data_parallel.cheaper_exchange(run)
-    if found is None:
-        return ""
-    step, exchange = found
-    alone, copies = (run.one(metric).value * 1e3 for metric in ("all_reduce_s", "dp_exchange_s"))
-    said = (
-        f"Alone, DDP's all-reduce of the gradients takes {alone:.2f} ms, and DataParallel's copies of parameters and "
-        f"gradients within one memory {copies:.2f} ms. The first minus the second is {exchange}; DDP's step minus "
-        f"DataParallel's is {step}. "
-    )
-    if exchange.low > 0 and step.low > 0:
-        share = "the whole difference, as far as this run can tell" if exchange.high >= step.low else "a part of it"
-        return said + f"A cheaper exchange can explain {share}."
-    if exchange.low > 0 > step.high:
-        return said + "DataParallel has the cheaper exchange and the longer steps: something else costs more."
-    if exchange.low > 0:
-        return said + "DataParallel has the cheaper exchange; that its steps are shorter, this run cannot show."
-    if not differs(step, 0.0):
-        return said + "No difference between the steps is shown, so there is none to explain."
-    if exchange.high < 0 and step.high < 0:
-        share = "the whole difference, as far as this run can tell" if exchange.low <= step.high else "a part of it"
-        return said + f"DDP's cheaper exchange can explain {share}."
-    if exchange.high < 0:
-        return said + "DDP has the cheaper exchange and the longer steps: something else costs more."
-    return said + "Which exchange is cheaper this run cannot show, so it does not tell why."
-
-
 def sizes_table(batches: dict[str, int]) -> pandas.DataFrame:
     """What a step of each model computes and what DDP must add up after it: counted, not run. `batches`: rows."""
     rows = {}
@@ -247,38 +197,6 @@ def _counted(run: Records) -> dict[str, float]:
 def _through_device_0(moved: dict[str, float]) -> float:
     """All but the batch itself, which need not come from device 0."""
     return sum(v for way, v in moved.items() if way.startswith("dp ") and way != "dp scatter")
-
-
-def bytes_table(config: data_parallel.Config, ranks: tuple[int, ...] = (2, 4, 8)) -> pandas.DataFrame:
-    """Closed forms, in bytes per step: one row per phase, one column per number of ranks. Modelled."""
-    table = pandas.DataFrame({f"{n} ranks": data_parallel.predict(config, n) for n in ranks})
-    table.index.name = "modelled bytes per step"
-    return table.map(lambda v: f"{v:,.0f}")
-
-
-def counted_as_predicted(run: Records) -> str:
-    """Whether every count of bytes that are copied or handed over equals its closed form; a deterministic sentence."""
-    n, counted = ranks_of(run), _counted(run)
-    forms = data_parallel.predict(data_parallel.Config(**_config(run)), n)
-    wrong = [way for way, value in counted.items() if not math.isclose(value, forms[way])]
-    if n == 1:
-        return "one rank: nothing was moved"
-    return "every count equals its closed form" if not wrong else f"counts differ from the closed form: {wrong}"
-
-
-def parity_table(run: Records) -> pandas.DataFrame:
-    """One row per model: what kind of difference DDP's gradient has from the whole batch's. Deterministic."""
-    rows = []
-    for model, synced, fp32, fp64 in ddp_parity.errors(run):
-        rounded = ddp_parity.is_rounding(fp32, fp64)
-        rows.append(
-            {
-                "model": model + (" + SyncBatchNorm" if synced else ""),
-                "in FP64 the error": "shrinks as rounding does" if rounded else "stays",
-                "so": "the same gradient, rounded" if rounded else "another gradient",
-            }
-        )
-    return pandas.DataFrame(rows).set_index("model")
 
 
 def parity_text(run: Records) -> None:

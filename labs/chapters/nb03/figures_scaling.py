@@ -1,8 +1,6 @@
-"""Figures and sentences of notebook 03 on scaling: strong and weak, Amdahl's fit, crossover, break-even."""
+"""Figures and sentences of notebook 03 on scaling: strong and weak, Amdahl's fit, crossover."""
 
 from __future__ import annotations
-
-import math
 
 import pandas
 
@@ -14,8 +12,7 @@ from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, curve, figure, heat_map, ideal, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.data_parallel import scaling
-from labs.parts.models.large_models import resnet_50, vgg_16
-from labs.parts.sources.published import rtx_3090_images, rtx_4090_epochs
+from labs.parts.sources.published import rtx_4090_epochs
 
 
 def table_fit() -> pandas.DataFrame:
@@ -100,37 +97,6 @@ def _apart(a: Estimate, b: Estimate) -> str:
     return "above" if a.low > b.high else "below" if a.high < b.low else ""
 
 
-def published_table() -> pandas.DataFrame:
-    """Speed-up of 8 RTX 3090 over 1 by model and batch, as published: the crossover map of real cards."""
-    run = rtx_3090_images()
-    rows: dict[str, dict[int, str]] = {}
-    for one, eight in zip(run.where("images_per_s", ranks=1), run.where("images_per_s", ranks=8), strict=True):
-        rows.setdefault(one.case["model"], {})[one.case["batch"]] = f"{eight.value / one.value:.2f} x"
-    table = pandas.DataFrame(rows).T.fillna("not published")
-    table.index.name, table.columns.name = "speed-up of 8 cards over 1 (published)", "images per card and step"
-    return table
-
-
-def published_text() -> str:
-    """Where 8 cards do less than 4, how large the models are, and what the table leaves open."""
-    run = rtx_3090_images()
-    rate = {tuple(r.case.values()): r.value for r in run}
-    cases = list(dict.fromkeys((model, batch) for model, batch, _ in rate))
-    worse = [case for case in cases if rate[*case, 8] < rate[*case, 4]]
-    listed = "; ".join(f"{model}, batch {batch}" for model, batch in worse) or "none"
-    model, batch = worse[0] if worse else cases[0]
-    vgg, resnet = (sum(p.numel() for p in m.parameters()) for m in (vgg_16(), resnet_50()))
-    largest = max(p.numel() for p in vgg_16().parameters())
-    return (
-        f"In {len(worse)} of {len(cases)} cases 8 cards do less than 4 ({listed}). Images/s of {model} with {batch} "
-        f"images per card on 1, 2, 4 and 8 cards: {', '.join(f'{rate[model, batch, k]:,.0f}' for k in (1, 2, 4, 8))}."
-        f"\n\nVGG-16 has {vgg / 1e6:.1f} million parameters, {largest / vgg:.0%} of them in its first fully connected "
-        f"layer; ResNet-50 has {resnet / 1e6:.1f} million (counted from their papers' tables). That the bytes of "
-        f"the gradients set them apart is our guess: this table does not test it.\n\n"
-        f"Source: {run[0].provenance['source']}."
-    )
-
-
 def crossover_figures(run: Records, guess: Prediction) -> None:
     """Two maps of the speed-up over width and batch: what the model says, what was measured; the guess counts wins."""
     rows = crossover.crossover_map(run)
@@ -173,33 +139,3 @@ def _crossover_text(rows: list[dict], guess: Prediction) -> str:
         f" width {worst['width']}, batch {worst['batch']}, {worst['measured']}; best: width {best['width']}, batch"
         f" {best['batch']}, {best['measured']}."
     )
-
-
-def break_even_text(run: Records, samples: int = 60_000) -> None:
-    """After how many epochs of `samples` samples DDP has earned back its start-up, from this run."""
-    n = ranks_of(run)
-    single, ddp = run.one("step_s", mode="single"), run.one("step_s", mode="ddp", ranks=n)
-    epoch_1 = samples / single.case["batch_per_rank"] * single.value
-    epoch_n = samples / (n * ddp.case["batch_per_rank"]) * ddp.value
-    listed = ", ".join(f"{r.case['phase']} {r.value:.2f} s" for r in run.where("startup_s"))
-    said = (
-        f"Start-up: {listed}. An epoch of {samples:,} samples takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s"
-        f" on {n}: {_earned_back(run, data_parallel.startup_s(run), samples)}. "
-    )
-    cold_s = data_parallel.cold_startup_s(run)
-    if cold_s is None:
-        say(f"{said}A torchrun from cold also imports torch in every rank; here it was there already.")
-        return
-    say(
-        f"{said}A torchrun from cold also imports torch in every rank, which took {run.one('import_torch_s').value:.1f}"
-        f" s here: {_earned_back(run, cold_s, samples)} with that in it."
-    )
-
-
-def _earned_back(run: Records, start_s: float, samples: int) -> str:
-    epochs = data_parallel.break_even_epochs(run, start_s, samples)
-    if math.isinf(epochs.low):
-        return "it is never earned back"
-    if math.isinf(epochs.high):
-        return "whether DDP ever earns it back, this run cannot tell"
-    return f"DDP has earned it back after {epochs} epochs"

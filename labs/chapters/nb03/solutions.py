@@ -25,16 +25,6 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int, seed: int) 
     return order[rank::world_size]
 
 
-def all_reduce_gradients(model: nn.Module) -> None:
-    """Average every gradient over all ranks, in place; a parameter this rank did not use counts as zeros."""
-    for p in model.parameters():
-        if p.requires_grad:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
 def accumulate_step(
     ddp: DistributedDataParallel,
     optimizer: Optimizer,

@@ -1,4 +1,4 @@
-"""Figures and sentences of notebook 09 on one step: its shares, planted costs, the profiler's own cost, memory."""
+"""Figures and sentences of notebook 09 on one step: its shares, the profiler's own cost, memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labs import memory_timeline, profile_step
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import differs, estimate
-from labs.kit.plot import GREY, SERIES, TINTS, bars, curve, figure, ideal, points, prediction, show, spans, stack
+from labs.kit.plot import GREY, SERIES, TINTS, bars, curve, figure, prediction, show, spans, stack
 from labs.kit.record import Records
 from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.profiling.shares import SHARES
@@ -27,7 +27,6 @@ MEMORY = {
     "activations": SERIES[1],
 }
 """From the bottom to the top: what changes least lies lowest."""
-MARKS = "osD^vP"
 MB = 1e6
 
 
@@ -115,73 +114,6 @@ def share_text(run: Records) -> list[str]:
             + ("The intervals meet: no difference can be told." if agree else "They differ.")
         )
     return lines
-
-
-def share_table(run: Records) -> None:
-    """Shares of a step in ms and %, a column for each rank."""
-    heads = [f"rank {rank}" for rank in profile_step.ranks(run)]
-    rows = dict(profile_step.share_table(run))
-    table = pandas.DataFrame(rows, index=heads).T
-    table.columns.name = "share of a step"
-    show_table(table)
-
-
-def planted(run: Records, guess: Prediction | None = None) -> None:
-    """Found against planted, a mark for each place; `guess`: ms that the trace finds for 20 ms in the first place."""
-    told = profile_step.planted_found(run)
-    message = profile_step.planted_text(told)
-    fig, ax = figure(
-        message,
-        xlabel="planted: what it took at its place (ms; places side by side)",
-        ylabel="rise of its share (ms, measured)",
-        records=run,
-        size=(7.2, 4.4),
-    )
-    most = 1.1e3 * max(f.spent.value for f in told)
-    ideal(ax, [0, most], label="found = planted")
-    for k, place in enumerate(dict.fromkeys(f.place for f in told)):
-        of_place = [f for f in told if f.place == place]
-        label = f"{place} in {of_place[0].share}" if place != of_place[0].share else place
-        shift = 0.008 * most * (k - 2.5)  # places lie beside each other, not on top
-        points(
-            ax,
-            [1e3 * f.spent.value + shift for f in of_place],
-            [f.found.scaled(1e3, "ms") for f in of_place],
-            label=label,
-            color=SERIES[k],
-        )
-        ax.containers[-1][0].set_marker(MARKS[k])
-    if guess is not None:
-        prediction(ax, 20, guess)
-    ax.set_xlim(0, most)
-    ax.set_ylim(bottom=min(0, ax.get_ylim()[0]))
-    labels = ax.get_legend_handles_labels()[1]
-    _one_legend(fig, [label.removesuffix(" (measured)") for label in labels], 3)
-    alt = ", ".join(f"{f.ms:g} ms in {f.place}: {f.found}" for f in told)
-    show(fig, alt=f"{message}. {alt}.")
-    worst = max(told, key=lambda f: abs(f.error.value))
-    say(
-        f"* Furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} found for {worst.spent} "
-        f"({worst.error} off)."
-    )
-    if text := missed_text(told):
-        say(f"* {text}")
-
-
-def missed_text(told: list[profile_step.Found]) -> str:
-    """Which planted costs were not found or cannot be told, by place; and why late is the hard one."""
-    limits = {False: "Not found", None: "Cannot be told"}
-    said = []
-    for near, words in limits.items():
-        sizes: dict[str, list[str]] = {}
-        for f in told:
-            if f.near is near:
-                sizes.setdefault(f.place, []).append(f"{f.ms:g}")
-        if sizes:
-            said.append(f"{words}: " + "; ".join(f"{', '.join(ms)} ms in {place}" for place, ms in sizes.items()))
-    if any(f.place == "late" and not f.near for f in told):
-        said.append("What is late on another rank is seen here only as waiting, and the ranks are never quite on time")
-    return ". ".join(said) + "." if said else ""
 
 
 NOTES = {"on": "times", "shapes": "times and shapes", "memory": "times and memory", "stacks": "times and stacks"}

@@ -148,26 +148,3 @@ def phases(run: Records, case: str = "one rank") -> pandas.DataFrame:
     table = pandas.DataFrame(columns).map(lambda s: f"{1e3 * s:.1f} ms")
     table.index.name = "rank"
     return table
-
-
-def costs(run: Records) -> pandas.DataFrame:
-    """What waiting adds to a step in the mean: by formula, for the drawn delays, by the clock; what noting costs."""
-    rows = {}
-    for case in last_to_arrive.CASES[1:]:
-        formula, drawn = last_to_arrive.predicted(run, case)
-        added = last_to_arrive.added(run, case)
-        apart = "" if added.low <= formula <= added.high else "; the formula is outside"
-        rows[f"late: {case}"] = {
-            "formula": f"{1e3 * formula:.1f} ms",
-            "for the delays drawn": f"{1e3 * drawn:.1f} ms",
-            "by the clock": _if_shown(added) + apart,
-        }
-    noting = _if_shown(last_to_arrive.cost(run))
-    rows["noting the wait"] = {"formula": "", "for the delays drawn": "", "by the clock": noting}
-    table = pandas.DataFrame(rows).T
-    table.columns.name = "longer step, in the mean"
-    return table
-
-
-def _if_shown(added: Estimate) -> str:
-    return str(added) if last_to_arrive.is_shown(added) else f"not shown: {added}"

@@ -10,7 +10,7 @@ from IPython.display import display
 
 from labs.kit.code import code_shown
 from labs.kit.display import show_table
-from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE, WELL
+from labs.parts.clinic.illnesses import ILLNESSES, WELL
 from labs.parts.clinic.measurements import MEASUREMENTS
 
 ANSWERS = {
@@ -56,8 +56,3 @@ def code(summary: str, *parts: Callable[..., Any]) -> None:
     shown = code_shown(*parts)
     folded = f"<details><summary>{summary}</summary>\n\n{shown['text/markdown']}\n\n</details>"
     display({"text/markdown": folded, "text/plain": shown["text/plain"]}, raw=True)
-
-
-def not_here() -> None:
-    """What the trade calls ill, and cores do not feel."""
-    show_table(pandas.DataFrame({"why not in this clinic": NOT_HERE}), folded="Illnesses that a CPU does not feel")

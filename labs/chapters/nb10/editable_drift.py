@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from labs import nan_clinic as lab
+from labs.data import fashion
 from labs.kit.failure import RankTimeout
 from labs.kit.launch import run_on_ranks
-from labs.parts.faults import drift
 
 STEPS, EVERY = 30, 5
+BATCH = 32  # images per rank and step
 Batches = Iterator[tuple[Tensor, Tensor]]
 Train = Callable[[int, nn.Module, torch.optim.Optimizer, Batches], object]
 
@@ -50,19 +52,25 @@ def train_and_check(train: Train, every: int = EVERY) -> dict:
 
 
 def _trained(train: Train, every: int) -> dict:
-    replica = drift.Replica("none", 0, torch.device("cpu"))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 10)))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    x, y, test_x, test_y = fashion.vectors(10_000, torch.device("cpu"))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[dist.get_rank() :: dist.get_world_size()]
     found: list[tuple[int, list[str]]] = []
     losses: list[float] = []  # of the test images, at each comparison
 
     def batches() -> Batches:
         for step in range(1, STEPS + 1):
-            yield next(replica.batches)
+            own = order[(step - 1) * BATCH : step * BATCH]
+            yield x[own], y[own]
             if step % every == 0:  # here, between two steps, all ranks compare; also after a `continue`
-                differ = lab.replica_check(replica.tensors("parameters"))
+                differ = lab.replica_check(dict(ddp.module.named_parameters()))
                 found.extend([(step, sorted({name for name, _ in differ}))] if differ else [])
-                losses.append(replica.judged()[1])
+                with torch.no_grad():
+                    losses.append(cross_entropy(ddp.module(test_x), test_y).item())
 
-    train(dist.get_rank(), replica.ddp, replica.optimizer, batches())
+    train(dist.get_rank(), ddp, optimizer, batches())
     first = found[0] if found else None
     return {"found": first, "losses": losses}
 

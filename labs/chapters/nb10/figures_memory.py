@@ -126,32 +126,6 @@ def _best(run: Records, cause: str) -> str:
     return f"{best[0]}, {lab.given(run)[cause][best[0]].saved / 1e6:.0f} MB" if best else "nothing"
 
 
-def cure_table(run: Records) -> None:
-    """The same as a table, in MB, with the modelled row of fragmentation; "" where there is nothing to change."""
-    cells = lab.given(run)
-    columns = [c for c in dict.fromkeys(c for row in cells.values() for c in row)]
-    rows = {
-        SHORT[cause] + (" (modelled)" if cause == FRAGMENTATION else ""): {
-            "needed, MB": f"{next(iter(row.values())).needed / 1e6:.0f}",
-            **{c: _in_table(row[c]) if c in row else "" for c in columns},
-        }
-        for cause, row in cells.items()
-        if row
-    }
-    table = pandas.DataFrame.from_dict(rows, orient="index")
-    table.columns.name = "MB saved with"
-    show_table(table)
-    if TRIM in columns:
-        say(
-            f"* {TRIM} is tried {lab.INSTEAD}"
-            + ("; empty_cache is in the modelled row." if FRAGMENTATION in cells else ".")
-        )
-
-
-def _in_table(given: lab.Given) -> str:
-    return "nothing" if given.is_nothing else f"{given.saved / 1e6:.0f}" + (", grows on" if lab.is_later(given) else "")
-
-
 def messages(run: Records) -> None:
     """Each cause: what its victims saw, what it was taken for and why; of several ends the one with a message."""
     rows = {}
@@ -197,19 +171,3 @@ def named(run: Records) -> None:
 
 def _guessed(end: Record) -> bool:
     return lab.GUESSED in end.case["sentence"]
-
-
-def foretold(run: Records) -> None:
-    """How far formulas are off what the kernel counted, for the causes that have one."""
-    errors = lab.prediction_errors(run)
-    say(
-        "* Formulas: for batch and states the peak of a step, as labs.memory_oracle traces it; for loaders the batches "
-        "under way. Measured against them:"
-    )
-    for cause in dict.fromkeys(cause for cause, _ in errors):
-        off = {cure: error for (c, cure), error in errors.items() if c == cause}
-        worst = max(off, key=lambda cure: abs(off[cure]))
-        say(
-            f"* {SHORT[cause]}: the formula is off by {100 * off[lab.NOBODY]:+.0f} % as it is, at worst by "
-            f"{100 * off[worst]:+.0f} % ({worst}).".replace("-0 %", "0 %")
-        )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from labs.chapters.nb11 import exercise_fooled, exercise_judge
+from labs.chapters.nb11 import exercise_fooled
 from labs.kit.check import Exercise
 
 EXERCISES: dict[str, Exercise] = {
-    "11.1": exercise_judge.EXERCISE,
     "11.2": exercise_fooled.EXERCISE,
 }

@@ -1,34 +1,26 @@
-"""Figures of notebook 11: votes beside verdicts, verdicts by article, reading against the trial."""
+"""Figures of notebook 11: votes beside verdicts, and verdicts by article."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-
-import pandas
 
 from labs.chapters.nb11 import vote
 from labs.chapters.nb11.vote import EVERYTHING_50, Votes
 from labs.kit.check import Prediction
-from labs.kit.claims import PAPER, SIGNS, articles, claims
-from labs.kit.display import say, show_table
+from labs.kit.claims import SIGNS, articles, claims
+from labs.kit.display import say
 from labs.kit.docket import NEEDS, Docket, kind_of, recorded_case
-from labs.kit.plot import GREY, SERIES, figure, heat_map, points, show, spans
+from labs.kit.plot import GREY, SERIES, figure, points, show, spans
 from labs.kit.record import Records
 
 WORDS = ("holds", "depends", "does not hold", NEEDS)
 COLORS = dict(zip(WORDS, (SERIES[2], SERIES[5], SERIES[1], "#BBBBBB"), strict=True))
 HATCH = {"holds": "", "depends": "//", "does not hold": "xx", NEEDS: ".."}  # not by colour alone
 
-OWN = "11"
-
 
 def evidence_of(docket: Docket) -> Records:
-    """A record of each recorded run that these verdicts rest on: for the line under a figure.
-
-    Without this notebook's own, which comes from the run that draws the figure: the line would tell of the run before.
-    """
-    cases = (recorded_case(c)[1] for c, _ in docket.rows if c.notebook != OWN)
+    """A record of each recorded run that these verdicts rest on: for the line under a figure."""
+    cases = (recorded_case(c)[1] for c, _ in docket.rows)
     found = {id(e): e for e in cases if e}.values()
     return Records(next(r for r in e if r.provenance) for e in found)
 
@@ -73,8 +65,6 @@ def votes_figure(votes: Votes, docket: Docket) -> None:
         f"Your Brier score is {score:.2f} (0 is perfect). Saying 50 % to everything gets {EVERYTHING_50}; saying "
         f"{100 * base:.0f} % to everything, the share that holds, gets {base * (1 - base):.2f}, but "
         "that share is known only afterwards.",
-        f"What documentation and arithmetic say of the same claims before any run (section 2) gets "
-        f"{vote.of_reading(docket, votes.sure):.2f}; over all claims {vote.of_reading(docket):.2f}.",
         *(line[0].upper() + line[1:] + "." for line in vote.calibration(votes, docket)),
     ]
     say("\n".join(f"* {line}" for line in lines))
@@ -109,22 +99,6 @@ def holding_text(docket: Docket, guess: Prediction) -> None:
     say("\n".join(f"* {line}" for line in lines))
 
 
-def own_text(mine: Docket, docket: Docket) -> None:
-    """Of the claims whose notebooks have been run here: how many verdicts are as recorded, and which are not."""
-    if not mine.rows:
-        return say(
-            "No notebook with claims has been run to its end here yet: the verdicts above are the recorded ones."
-        )
-    notebooks = ", ".join(sorted({c.notebook for c, _ in mine.rows}))
-    other = [(c, v, docket.verdict(c.id)) for c, v in mine.rows if v.word != docket.verdict(c.id).word]
-    lines = [
-        f"Of {len(mine.rows)} claims (notebooks {notebooks}), {len(mine.rows) - len(other)} have the verdict that "
-        f"was recorded."
-    ]
-    lines += [f"**{c.id}**: {v.word} here, {then.word} as recorded. Here: {v.because}" for c, v, then in other]
-    return say("\n".join(f"* {line}" for line in lines))
-
-
 def stacked(ax, counts: dict[str, Counter[str]]) -> None:  # type: ignore[no-untyped-def]
     """One row for each group, one part for each verdict, with its number."""
     for row, found in enumerate(counts.values()):
@@ -156,54 +130,3 @@ def article_list() -> None:
         when = a.date[:4] if a.date[0].isdigit() else a.date
         lines.append(f"* **{key}**: *{a.title_en}*, {when}: {sum(c.id[0] == key for c in claims())} claims")
     say("\n".join(lines))
-
-
-EXPECTED = {"true": "holds", "true with conditions": "depends", "outdated": "does not hold", "wrong": "does not hold"}
-"""What the trial finds if reading was right."""
-
-
-def reading_against_trial(docket: Docket, guess: Prediction) -> None:
-    """What reading said, against what the trial found; `guess`: % of the verdicts that it foresaw."""
-    counts = docket.count(lambda c: c.paper)
-    rows, columns = [p for p in PAPER if p in counts], [w for w in WORDS if any(n[w] for n in counts.values())]
-    judged = [(c, v) for c, v in docket.rows if v.word in SIGNS]
-    same = sum(EXPECTED[c.paper] == v.word for c, v in judged)
-    message = f"Reading alone foresaw {same} of {len(judged)} verdicts"
-    fig, ax = figure(message, xlabel="the trial", ylabel="reading alone", records=evidence_of(docket), size=(6.8, 3.5))
-    heat_map(
-        ax,
-        [[counts[p][w] or math.nan for w in columns] for p in rows],
-        rows=rows,
-        columns=[word.replace(" ", "\n", 1) for word in columns],
-        kind="recorded",
-        form="{:.0f}",
-        label="number of claims",
-    )
-    told = "; ".join(f"{p}: " + ", ".join(f"{counts[p][w]} {w}" for w in columns if counts[p][w]) for p in rows)
-    show(fig, alt=f"{message}. Claims by what reading said: {told}.")
-    say(f"* {guess.against(100 * same / len(judged), 'found')}")
-
-
-def surprises(docket: Docket) -> None:
-    """Where reading and the trial contradict each other outright."""
-    rows = [(c, v) for c, v in docket.rows if {EXPECTED[c.paper], v.word} == {"holds", "does not hold"}]
-    if not rows:
-        return say(
-            "Reading and trial never say the opposite of each other: no claim is true to one and refuted by the other."
-        )
-    say(
-        "Where one says that it holds and the other that it does not:\n\n"
-        + "\n".join(f"* **{c.id}**, {c.claim} Reading: {c.paper}; trial: {v.word}. {v.because}" for c, v in rows)
-    )
-
-
-def need_gpus(docket: Docket) -> None:
-    """What only GPUs decide, and the command that will."""
-    rows = [(c, v) for c, v in docket.rows if kind_of(v) == NEEDS]
-    if not rows:
-        return say("No claim needs a GPU that is not here.")
-    show_table(
-        pandas.DataFrame(
-            [{"claim": f"{c.id}: {c.claim}", "needs": v.word[6:], "decided by": c.command} for c, v in rows]
-        ).set_index("claim")
-    )

@@ -4,30 +4,6 @@ from __future__ import annotations
 
 from labs.kit.measure import paired_ratio
 
-# -- 11.1
-
-
-def judge(records):
-    """(verdict, reason) on: with 4 workers a DataLoader loads at least 1.05 times as fast as without."""
-    gains = {}
-    for data in dict.fromkeys(r.case["data"] for r in records.where("load_time")):
-        for kind in ("measured", "recorded"):  # what a model says, or a paper, is no measurement of this
-            found = [[r for r in records.where("load_time", data=data, workers=n) if r.kind == kind] for n in (0, 4)]
-            if [len(f) for f in found] != [1, 1]:
-                continue
-            without, with_4 = ([s / {"s": 1, "ms": 1e3}[f[0].unit] for s in f[0].samples] for f in found)
-            if len(without) == len(with_4) >= 6:  # fewer rounds have no interval of 95 %
-                gains[data] = paired_ratio(without, with_4)  # round by round: what slows both cancels
-    if not gains:
-        return "not tried yet", "no data were loaded both without workers and with 4, in 6 rounds or more"
-    said = ", ".join(f"{data}: {gain} times as fast with 4 workers" for data, gain in gains.items())
-    if all(gain.low >= 1.05 for gain in gains.values()):
-        return "holds", said
-    if all(gain.high < 1.05 for gain in gains.values()):
-        return "does not hold", said
-    return "depends", said
-
-
 # -- 11.2
 
 

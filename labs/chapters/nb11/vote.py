@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from labs.kit.check import predict
@@ -27,8 +27,6 @@ ABOUT_A_TEXT = re.compile(
     r"\bimplied|\blisting|\btable\b|\bexample\b|\bThe text\b|\barticle|\bimage\b|\bprinted\b", re.IGNORECASE
 )
 """Claims that nobody can judge who has not seen what the article shows."""
-GUESS_OF_READING = {"true": 100.0, "true with conditions": 0.0, "outdated": 0.0, "wrong": 0.0}
-"""What a reader who believes the column `paper` of claims.toml would vote, in percent."""
 
 
 def drawn(seed: int, n: int = 12) -> list[Claim]:
@@ -77,12 +75,6 @@ def cast(votes: Mapping[str, float]) -> Votes:
         number = isinstance(sure, int | float) and not isinstance(sure, bool) and 0 <= sure <= 100
         require(number, f"{claim_id}: a vote is a number from 0 (surely not) to 100 (surely), not {sure!r}")
     return Votes({i: float(predict(sure, f"chance that claim {i} holds", "%")) for i, sure in votes.items()})
-
-
-def of_reading(docket: Docket, ids: Collection[str] = ()) -> float:
-    """The Brier score of reading alone, over the judged claims of `ids` (default: all)."""
-    judged = [(c, v) for c, v in docket.rows if v.word in SIGNS and (not ids or c.id in ids)]
-    return brier((GUESS_OF_READING[c.paper], v.word == "holds") for c, v in judged)
 
 
 def calibration(votes: Votes, docket: Docket) -> list[str]:

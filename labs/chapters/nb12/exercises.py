@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from labs.chapters.nb12 import exercise_capstone, exercise_first_cure
+from labs.chapters.nb12 import exercise_capstone
 from labs.kit.check import Exercise
 
 EXERCISES: dict[str, Exercise] = {
     "12.1": exercise_capstone.EXERCISE,
-    "12.2": exercise_first_cure.EXERCISE,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from labs import doctor_trial as trial
@@ -11,7 +10,6 @@ from labs.kit.display import say
 from labs.kit.measure import Estimate
 from labs.kit.plot import GREY, bars, figure, log_axes, name_points, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.doctor.cases import BY_NAME
 
 RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11" / "doctor_trial.jsonl"
 """Of `python -m labs.doctor_trial`, healthy patients seen five times, on a quiet machine."""
@@ -55,82 +53,6 @@ def _words(run: Records) -> str:
     missed = sorted({r.case["patient"] for r in run.where("place") if not 1 <= r.value <= 2})
     accused = sorted({r.case["patient"] for r in run.where("accused") if r.value})
     return f"Not always named: {', '.join(missed) or 'none'}. Accused at least once: {', '.join(accused) or 'none'}."
-
-
-HEALTHY, NOTHING = "healthy", "nothing"
-
-
-def confusion(run: Records) -> None:
-    """Illnesses, and all healthy patients in one row, against what was said first: how many visits."""
-    from matplotlib.patches import Rectangle
-
-    from labs.kit.plot import heat_map
-
-    table, patients = _by_illness(run), Counter(_illness(n) for n in trial.matrix(run))
-    rows = sorted(table, key=lambda name: (name == HEALTHY, list(BY_NAME).index(_first_patient(name))))
-    order = [s for s in [*rows[:-1], NOTHING] if any(s in c for c in table.values())]
-    said = [*order, *sorted({s for c in table.values() for s in c} - set(order))]
-    counts = [[table[row][s] for s in said] for row in rows]
-    wrong = [(row, s) for row in rows for s in said if table[row][s] and not _right(row, s)]
-    total, off = sum(c.total() for c in table.values()), sum(table[row][s] for row, s in wrong)
-    message = f"What the doctor says first is right in {total - off} of {total} visits"
-    fig, ax = figure(
-        message,
-        xlabel="said first",
-        ylabel="patients (how many)",
-        records=run.where("visit_s"),
-        size=(3.2 + 0.3 * len(said), 2.5 + 0.24 * len(rows)),
-    )
-    shares_of = [[100 * n / table[row].total() for n in cells] for row, cells in zip(rows, counts, strict=True)]
-    heat_map(
-        ax,
-        shares_of,
-        columns=[s.replace("_", " ") for s in said],
-        form="{:.0f}",
-        kind=run[0].kind,
-        rows=[f"{row.replace('_', ' ')} ({patients[row]})" for row in rows],
-        label="number of visits; colour: share of its row",
-    )
-    for text in ax.texts:  # never said: an empty cell is easier to read than a zero
-        j, i = map(round, text.get_position())
-        text.set_text(str(counts[i][j] or ""))
-    for row, s in wrong:
-        ax.add_patch(
-            Rectangle(
-                (said.index(s) - 0.5, rows.index(row) - 0.5),
-                1,
-                1,
-                fill=False,
-                linewidth=2.5,
-                edgecolor="#D55E00",
-                zorder=3,
-            )
-        )
-    ax.tick_params(axis="x", rotation=90)
-    told = ", ".join(f"{row} as {s} ({table[row][s]})" for row, s in wrong) or "none"
-    show(fig, alt=f"{message}. Illnesses against what was said first. Wrong, framed: {told}.")
-
-
-def _illness(patient: str) -> str:
-    case = BY_NAME[patient]
-    return case.names[0] if case.is_ill else HEALTHY
-
-
-def _first_patient(illness: str) -> str:
-    return next(name for name in BY_NAME if _illness(name) == illness)
-
-
-def _right(illness: str, said: str) -> bool:
-    if illness == HEALTHY:
-        return said == NOTHING
-    return any(said in case.names for name, case in BY_NAME.items() if _illness(name) == illness)
-
-
-def _by_illness(run: Records) -> dict[str, Counter[str]]:
-    table: dict[str, Counter[str]] = {}
-    for patient, said in trial.matrix(run).items():
-        table.setdefault(_illness(patient), Counter()).update(said)
-    return table
 
 
 def bounds_against_gains(run: Records) -> None:

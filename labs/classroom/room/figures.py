@@ -1,4 +1,4 @@
-"""The room's figures: predictions against measurements, machines against each other, exercises.
+"""The room's figures: predictions against measurements, and exercises.
 
 Each is a PNG with its alternative text. They are remembered, so that a page drawn again redraws what changed.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import functools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labs.classroom.room.exercises import Progress
-from labs.classroom.room.machines import Comparison
 from labs.classroom.room.questions import Question
 from labs.kit.measure import Estimate
 from labs.kit.plot import BLUE, GREEN, GREY, ORANGE, figure, plain_number, points, spans, to_png
@@ -28,7 +26,6 @@ from labs.kit.record import Kind, Record
 ROW_IN = 0.25  # of a figure's height
 LOG_FROM = 30  # highest over lowest, from which an axis is logarithmic
 AS_IT_IS = {"text.parse_math": False}  # a $ in what others wrote begins no formula
-BAND = 2.6  # rows that a machine's label of two lines needs
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ def _rows(ax: Axes, question: Question) -> None:
             container.set_label("prediction")  # in a room it is not "yours"
 
 
-def _marks(ax: Axes, rows: Sequence[float], found: Sequence[Estimate], small: bool = False) -> None:
+def _marks(ax: Axes, rows: Sequence[float], found: Sequence[Estimate]) -> None:
     """A mark with its interval per row, as marks.bars draws them, but all at once: a room has many rows."""
     values = [e.value for e in found]
     spread = [[max(0.0, e.value - e.low) for e in found], [max(0.0, e.high - e.value) for e in found]]
@@ -108,8 +105,8 @@ def _marks(ax: Axes, rows: Sequence[float], found: Sequence[Estimate], small: bo
         xerr=spread,
         color=BLUE,
         marker="s",
-        markersize=4 if small else 7,
-        capsize=0 if small else 3,
+        markersize=7,
+        capsize=3,
         linestyle="none",
         elinewidth=1.2,
         label="measured, recorded",
@@ -122,38 +119,6 @@ def _medians(ax: Axes, question: Question) -> None:
     for value, color, word in zip(question.medians, (ORANGE, BLUE), ("predicted", question.kind), strict=True):
         if value is not None and len(question.answers) > 1:
             ax.axvline(value, color=color, linestyle=":", linewidth=1.5, zorder=0, label=f"median {word}")
-
-
-@functools.lru_cache(maxsize=64)
-@mpl.rc_context(AS_IT_IS)
-def machines_figure(comparison: Comparison, where: str) -> Drawn:
-    """One band per kind of machine, a mark with its interval per learner."""
-    groups = {m: [r.estimate for r in comparison.rows if r.machine == m] for m in comparison.machines}
-    medians = {m: statistics.median(e.value for e in group) for m, group in groups.items()}
-    unit = comparison.rows[0].estimate.unit
-    low, high = (f(medians.values()) for f in (min, max))
-    message = f"{_capital(comparison.title)}: {_number(low, '' if len(groups) > 1 else unit)}"
-    message += f" to {_number(high, unit)} on {len(groups)} kinds of machines" if len(groups) > 1 else ""
-    n, step = len(comparison.rows), 1.0 if len(comparison.rows) <= 12 else 0.6
-    bands = [max(BAND, step * len(group)) for group in groups.values()]
-    starts = [sum(bands[:k]) + k for k in range(len(bands))]
-    fig, ax = figure(
-        message,
-        xlabel=comparison.label,
-        ylabel="machine",
-        size=_size(sum(bands) + len(bands), 0.2),
-        records=_origin(where, _measured(n, len(groups))),
-    )
-    centers = [start + band / 2 for start, band in zip(starts, bands, strict=True)]
-    rows = [
-        c + step * (i - (len(g) - 1) / 2) for c, g in zip(centers, groups.values(), strict=True) for i in range(len(g))
-    ]
-    _marks(ax, rows, [e for group in groups.values() for e in group], small=n > 12)
-    ax.set_yticks(centers, [_label(m, len(g)) for m, g in groups.items()])
-    ax.set_ylim(starts[-1] + bands[-1] + 0.5, -0.5)
-    _scale(ax, [e.value for group in groups.values() for e in group], from_zero=True)
-    listed = "; ".join(f"{m}: {_number(v, unit)} ({len(groups[m])})" for m, v in medians.items())
-    return _drawn(fig, f"{message}. Median by machine, learners in brackets: {listed}.")
 
 
 @functools.lru_cache(maxsize=8)
@@ -207,7 +172,7 @@ def _measured(learners: int, kinds: int) -> str:
     return f"{by} on {kinds} kind{'s' * (kinds > 1)} of machine{'s' * (kinds > 1)}"
 
 
-def _scale(ax: Axes, values: Iterable[float], from_zero: bool = False) -> None:
+def _scale(ax: Axes, values: Iterable[float]) -> None:
     """Logarithmic where the numbers' range demands it; with signs or zeros, linear around zero and then logarithmic."""
     sizes = sorted(abs(v) for v in values if v)
     signs = {v > 0 for v in values}
@@ -220,13 +185,11 @@ def _scale(ax: Axes, values: Iterable[float], from_zero: bool = False) -> None:
     elif sizes and sizes[-1] > LOG_FROM * statistics.median(sizes):
         ax.set_xscale("symlog", linthresh=statistics.median(sizes))
         ax.set_xlabel(f"{ax.get_xlabel()}, logarithmic far from 0")
-    elif from_zero and signs == {True}:
-        ax.set_xlim(left=0)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(_round(v))))
 
 
-def _size(rows: float, row_in: float = ROW_IN) -> tuple[float, float]:
-    return 7.6, 2.3 + row_in * max(rows, 3)
+def _size(rows: int) -> tuple[float, float]:
+    return 7.6, 2.3 + ROW_IN * max(rows, 3)
 
 
 def _drawn(fig: Figure, alt: str) -> Drawn:
@@ -250,14 +213,6 @@ def _round(value: float) -> float:
 
 def _short(name: str, most: int = 24) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
-
-
-def _label(machine: str, learners: int) -> str:
-    """Two lines: the hardware without its trademarks and clock, then ranks and learners."""
-    name, comma, ranks = machine.rpartition(", ")
-    name, ranks = (name, ranks + ", ") if comma and "rank" in ranks else (machine, "")
-    name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@ ?[\d.]+ ?GHz", "", name)
-    return f"{_short(' '.join(name.split()).replace(' ,', ','), 32)}\n{ranks}{learners} learner{'s' * (learners > 1)}"
 
 
 def _capital(text: str) -> str:

@@ -12,8 +12,8 @@ import jinja2
 
 from labs.classroom.room.collect import Learner, Room
 from labs.classroom.room.exercises import progress
-from labs.classroom.room.figures import machines_figure, progress_figure, question_figure
-from labs.classroom.room.machines import comparisons, kinds_of_machines, tables
+from labs.classroom.room.figures import progress_figure, question_figure
+from labs.classroom.room.machines import kinds_of_machines, tables
 from labs.classroom.room.questions import OTHER, questions
 from labs.classroom.room.readiness import readiness
 
@@ -63,7 +63,6 @@ def render(room: Room, *, hide_names: bool = False, refresh_s: float = 0.0) -> s
     for q in asked:
         place = q.asked.notebook if q.asked else OTHER
         sections.setdefault(place, []).append((q, question_figure(q, where)))
-    compared = comparisons(room.learners)
     solved = progress(room.learners)
     ready = readiness(room.learners)
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
@@ -74,7 +73,6 @@ def render(room: Room, *, hide_names: bool = False, refresh_s: float = 0.0) -> s
         verdicts={v: sum(r.verdict == v for r in ready) for v in ("GO", "NO-GO", "not run")},
         machines=kinds_of_machines(room.learners).most_common(),
         sections=sections,
-        compared=[(c, machines_figure(c, where)) for c in compared],
         tables=tables(room.learners),
         solved=solved,
         solved_figure=progress_figure(tuple(solved), where) if solved else None,

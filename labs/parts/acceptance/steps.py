@@ -125,7 +125,7 @@ def recompute(setting: Setting) -> Evidence:
 def loader(setting: Setting) -> Evidence:
     """Batches that a DataLoader's workers hand over, four ways to copy them."""
     run = run_lab(
-        setting, "dataloader", parts=("transfer",) if not setting.pretend else ("bytes",), smoke=not setting.long
+        setting, "dataloader", parts=("transfer",) if not setting.pretend else ("sweep",), smoke=not setting.long
     )
     return Evidence(setting.device, {"loader": run})
 

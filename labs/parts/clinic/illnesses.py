@@ -1,7 +1,7 @@
 """The illnesses of the clinic, one row each: the line that is changed, what shows it, what cures it, who teaches it.
 
-An illness is in the table only if its cure gives 15 % or more here, measured in turn. What the trade calls ill and CPU
-cores do not feel is under `NOT_HERE`, and some of it walks in as a healthy patient that only looks ill.
+An illness is in the table only if its cure gives 15 % or more here, measured in turn. Some of
+what CPU cores do not feel walks in as a healthy patient that only looks ill.
 """
 
 from __future__ import annotations
@@ -272,16 +272,6 @@ WELL = (
         "09",
     ),
 )
-NOT_HERE = {
-    "copy per step, .item() per step": "a CPU has no queue of kernels that they would have to wait for, and no other "
-    "memory to copy to",
-    "unused parameters walked": "our guess: the walk over some 20 parameters is too short to be found",
-    "no overlap, huge buckets": "a rank's core computes and copies for the wire itself: there the two take turns",
-    "a loss that is kept with its graph": "backward frees what the graph held: some bytes are left, and no "
-    "time is lost; a history that is worked through again in each step grows in both",
-    "a dataset that swaps": "it would slow down everybody on this machine; an archive that is unpacked again and "
-    "again reads as many bytes",
-}
 BY_NAME = {illness.name: illness for illness in ILLNESSES + WELL}
 
 

@@ -73,15 +73,6 @@ class ThreadedDataParallel:
                     self.moved["dp reduce gradients"] += nbytes(theirs.grad)
                     own.grad = theirs.grad if own.grad is None else own.grad.add_(theirs.grad)
 
-    def exchange(self) -> None:
-        """What device 0 sends and receives in a step, and nothing else: parameters out, gradients back."""
-        others = self.replicate()[1:]
-        for own, *theirs in zip(*(m.parameters() for m in (self.module, *others)), strict=True):
-            own.grad = torch.zeros_like(own) if own.grad is None else own.grad
-            for p in theirs:
-                p.grad = p.detach()  # any numbers of that size
-        self.reduce(others)
-
     def close(self) -> None:
         """End the threads."""
         self.threads.shutdown()

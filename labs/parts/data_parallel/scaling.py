@@ -1,4 +1,4 @@
-"""Closed forms of data parallelism: bytes moved, speed-up, Amdahl's fit, break-even. Pure functions."""
+"""Closed forms of data parallelism: bytes moved, speed-up, Amdahl's fit. Pure functions."""
 
 from __future__ import annotations
 
@@ -90,9 +90,3 @@ def karp_flatt(speedup: float, ranks: int) -> float:
     if ranks < 2 or speedup <= 0:
         raise BadInput(f"a serial fraction needs a speed-up on 2 ranks or more, not {speedup:g} on {ranks}")
     return (1 / speedup - 1 / ranks) / (1 - 1 / ranks)
-
-
-def break_even_epochs(startup_s: float, epoch_s_single: float, epoch_s_parallel: float) -> float:
-    """Epochs after which the faster parallel run has earned back its start-up; inf if it is not faster."""
-    saved = epoch_s_single - epoch_s_parallel
-    return math.inf if saved <= 0 else startup_s / saved

@@ -107,7 +107,6 @@ class Row:
     drill: str = ""
     command: str = ""
     source: str = ""
-    article: tuple[str, ...] = ()
     asked: str = ""
     follows: int = 0
 
@@ -141,8 +140,7 @@ class _Phrase:
 def rows() -> tuple[Row, ...]:
     """All rows, in the order of the file."""
     read = tomllib.loads(CHART.read_text("utf-8"))["row"]
-    lists = ("see", "article")
-    return tuple(Row(**{**row, **{key: tuple(row[key]) for key in lists if key in row}}) for row in read)
+    return tuple(Row(**{**row, "see": tuple(row["see"])}) for row in read)
 
 
 def words(text: str) -> list[str]:

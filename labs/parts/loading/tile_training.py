@@ -1,4 +1,4 @@
-"""The models that train on JPEG tiles, and datasets that watch or change what a worker loads."""
+"""The models that train on JPEG tiles, and a dataset that watches what a worker loads."""
 
 import itertools
 import time
@@ -60,17 +60,3 @@ class Watched(Dataset):
         # float64, or the collated seconds would be rounded to milliseconds after a few hours of uptime
         seconds = torch.tensor((start, time.perf_counter()), dtype=torch.float64)
         return (*item, -1 if info is None else info.id, seconds)
-
-
-class AsFloat(Dataset):
-    """`dataset` with images normalised by the worker: float32, four times the bytes of uint8."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.dataset[index]
-        return image.float(), label

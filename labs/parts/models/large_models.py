@@ -172,27 +172,6 @@ def resnet(blocks: tuple[int, ...] = (3, 8, 36, 3), width: int = 64, classes: in
     return Workload(ResNet(blocks, width, classes), make_batch, functional.cross_entropy)
 
 
-def resnet_50() -> nn.Module:
-    """ResNet-50 (He et al. 2015, arXiv 1512.03385, table 1) on the meta device: to count, not to run."""
-    with torch.device("meta"):
-        return ResNet((3, 4, 6, 3))
-
-
-def vgg_16() -> nn.Module:
-    """VGG-16 (Simonyan and Zisserman 2014, arXiv 1409.1556, table 1, D) on the meta device: to count, not to run."""
-    channels, layers = 3, []
-    with torch.device("meta"):
-        for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-            for _ in range(convolutions):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-                channels = width
-            layers += [nn.MaxPool2d(2)]  # 224 x 224 pixels become 7 x 7 after five of them
-        layers += [nn.Flatten()]
-        for inputs, outputs in ((512 * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        return nn.Sequential(*layers[:-1])  # no ReLU behind the last
-
-
 def tiny_resnet() -> Workload:
     """One bottleneck per stage, an eighth of the width, on 32 x 32 images."""
     return resnet((1, 1, 1, 1), width=8, classes=10, side=32)

@@ -39,33 +39,11 @@ def rtx_4090_epochs() -> Records:
     )
 
 
-SERVER_GEAR = (
-    "server-gear.com/blog/post/rtx3090-x8-exhaustive-tf-cnn-benchmarks: tf_cnn_benchmarks (container "
-    "tensorflow:20.12-tf1), FP16"
-)
-
-
 def stated(article: str, metric: str, unit: str, *values: float) -> Records:
     """What one of the five articles ("A" to "E") states, with its title as the source."""
     told = articles()[article]
     source = f'"{told.title_en}" ({told.date})'
     return Records([Record("article", metric, unit, values, "published", provenance={"source": source})])
-
-
-def rtx_3090_images() -> Records:
-    """Images per second of 1, 2, 4 and 8 RTX 3090 in one server, by model and batch per card."""
-    return Records(
-        Record(
-            "server-gear",
-            "images_per_s",
-            "images/s",
-            r.samples,
-            "published",
-            {"model": r.case["model"], "batch": r.case["batch"], "ranks": r.case["gpus"]},
-            provenance={"source": SERVER_GEAR},
-        )
-        for r in table("rtx_3090")
-    )
 
 
 GOYAL_2017 = "P. Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677 (2017), Table 1 and section 5.1"

@@ -170,17 +170,6 @@ class Blocks(Items):
         return torch.full((self.size,), item, dtype=torch.int8)
 
 
-class Bare(Dataset):
-    """As three articles write it."""
-
-
-class OnlyLength(Dataset):
-    """With a length, so that a sampler is content, and no items."""
-
-    def __len__(self) -> int:
-        return 4
-
-
 def seed_alike(worker: int) -> None:
     """A worker_init_fn that undoes what torch did: the same numbers in all workers and epochs."""
     np.random.seed(0)

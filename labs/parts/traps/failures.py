@@ -1,23 +1,20 @@
-"""What a learner sees when a DataLoader fails: an item that raises, a worker that dies or hangs, a bare Dataset."""
+"""What a learner sees when a DataLoader fails: an item that raises, a worker that dies or hangs."""
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, _utils
+from torch.utils.data import DataLoader
 
 from labs.data import photos
-from labs.parts.loading.named_items import ItemFailed, NamedItems, end_workers, loader_error, release_queues
-from labs.parts.traps.datasets import Bare, Fails, Failure, OnlyLength, last_line, no_worker_left, print_to, workers_now
+from labs.parts.loading.named_items import ItemFailed, NamedItems, loader_error, release_queues
+from labs.parts.traps.datasets import Fails, Failure, last_line, no_worker_left, print_to, workers_now
 
 # Item BAD is in a worker's first batch: of that worker nothing is on its way while it dies. Otherwise torch says, by
 # chance, "[Errno 104] Connection reset by peer" (the batch's memory is fetched from a worker that is gone) instead of
@@ -25,8 +22,6 @@ from labs.parts.traps.datasets import Bare, Fails, Failure, OnlyLength, last_lin
 ITEMS, BAD, BATCH = 16, 5, 4
 WORDS = 200
 """Longest text of an error in a record, in characters."""
-TORCH_INTERVAL_S = 5.0
-"""How long torch waits for each worker to end, before it kills it: MP_STATUS_CHECK_INTERVAL of torch.utils.data."""
 
 
 def words(error: BaseException) -> str:
@@ -92,60 +87,3 @@ def caught(loader: DataLoader, guard: Any = None, step_s: float = 0.0) -> dict[s
         sys.unraisablehook = hook
     seconds = time.perf_counter() - start
     return {**found, "seconds": seconds, "batches": batches, "left": len(set(workers_now()) - set(before))}
-
-
-def seconds_to_end(workers: int, interval_s: float, cured: bool) -> float:
-    """Seconds that the trainer stands still while workers end after an item raised.
-
-    Not cured: whenever the garbage collector runs next, at the latest. torch waits `interval_s` for each worker:
-    here set by us, 5 s in torch.
-    """
-    with no_worker_left():
-        before, _utils.MP_STATUS_CHECK_INTERVAL = _utils.MP_STATUS_CHECK_INTERVAL, interval_s
-        try:
-            _raise_and_drop(workers, cured)
-            start = time.perf_counter()
-            gc.collect()
-            spent = time.perf_counter() - start
-        finally:
-            _utils.MP_STATUS_CHECK_INTERVAL = before
-        start = time.perf_counter()
-        gc.collect()  # the same without workers
-        return max(0.0, spent - (time.perf_counter() - start))
-
-
-def _raise_and_drop(workers: int, cured: bool) -> None:
-    try:
-        for _ in DataLoader(Fails(ITEMS, "raises", BAD, 0.0), batch_size=BATCH, num_workers=workers):
-            pass
-    except ValueError as e:
-        if cured:
-            end_workers(e)
-
-
-def bare_datasets() -> Iterator[dict[str, Any]]:
-    """(E07) What a Dataset without methods, or with a length only, raises: when and in which words."""
-    for cls, shuffle, workers in ((Bare, True, 0), (Bare, False, 0), (OnlyLength, True, 0), (OnlyLength, True, 1)):
-        case = {"dataset": cls.__name__, "shuffle": shuffle, "workers": workers, "at": "construction"}
-        with no_worker_left():
-            try:
-                loader = DataLoader(cls(), shuffle=shuffle, num_workers=workers)
-                case["at"] = "first batch"
-                next(iter(loader))
-            except (TypeError, NotImplementedError) as e:
-                yield {**case, "error": type(e).__name__, "words": words(e)}
-                end_workers(e)
-            else:
-                yield {**case, "error": "none", "words": ""}
-
-
-def suggested(asked: int) -> tuple[float, str]:
-    """(E08) (largest number of workers that torch suggests, its warning); (`asked`, "") if it does not warn."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        DataLoader(range(4), num_workers=asked)
-    told = [str(w.message) for w in seen if "worker processes in total" in str(w.message)]
-    if not told:
-        return float(asked), ""
-    number = told[0].partition("current system is ")[2].split(",")[0]
-    return float(number), told[0][:WORDS]

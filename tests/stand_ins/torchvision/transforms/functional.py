@@ -1,1 +1,0 @@
-"""Imported by scripts, and not called."""

@@ -1,0 +1,142 @@
+"""A machine that has a torch of its own: the oldest one that is accepted, and files that install the course there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from fakes import FakeNvml, card
+from processes import SLOWER
+from test_machine_checks import BUILD, facts, one, trouble
+
+from labs import start
+from labs.kit import requirements
+from labs.parts.remedies import on_gpu
+
+ROOT = Path(__file__).parents[1]
+PIN = next(line[7:] for line in requirements.project()["project"]["dependencies"] if line.startswith("torch=="))
+PAGE = (ROOT / "docs" / "INSTALL.md").read_text("utf-8")
+
+
+def test_the_page_names_the_oldest_torch():
+    assert f"torch {requirements.project()['tool']['course']['oldest-torch']} and later" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.9.1+cu128", (2, 9, 1)), ("2.10.0", (2, 10)), ("2.9.0a0+50eac811.nv25.09", (2, 9)), ("unknown", ())],
+)
+def test_versions_are_compared_as_numbers(version, numbers):
+    assert requirements.numbers(version) == numbers
+
+
+def test_too_old_a_torch_ends_the_start_before_jupyterlab_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(requirements, "installed", lambda name: "2.0.1+cu118")
+    monkeypatch.setattr(start, "opened", lambda name: pytest.fail("it went on"))
+    monkeypatch.setattr(sys, "argv", ["labs.start"])
+    with pytest.raises(SystemExit, match="2"):
+        start.main()
+    said = capsys.readouterr().err
+    assert said.startswith("python -m labs.start: torch 2.0.1+cu118 is older than") and said.count("\n") == 1
+
+
+def test_a_torch_without_an_installer_is_found_by_its_own_file(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\n__version__ = '2.9.0a0+git1a2b'\n")
+    asked = "from labs.kit import requirements; print(requirements.installed('torch'))"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-S", "-c", asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2.9.0a0+git1a2b"
+
+
+def test_without_its_repository_nobody_knows_the_oldest_torch(tmp_path):
+    assert requirements.torch_problem("1.0", tmp_path) == ""
+
+
+# -- two T4, as on Kaggle
+
+
+def build(torch: str) -> dict:
+    return BUILD | {"torch": torch, "arch_list": ["sm_75", "sm_80", "sm_90"]}
+
+
+def test_the_preflight_accepts_another_torch_and_refuses_one_too_old():
+    two_t4 = [FakeNvml([card(f"GPU-000{n}", "Tesla T4", capability=(7, 5)) for n in (1, 2)]) for _ in range(3)]
+    status, detail = one(facts(two_t4[0], build("2.11.0+cu128"), require_gpus=2))
+    assert status == "warn" and f"2.11.0+cu128, tested with {PIN}" in detail
+    assert trouble(facts(two_t4[1], build(PIN), require_gpus=2)) == {}
+    status, detail = one(facts(two_t4[2], build("2.0.1+cu118"), require_gpus=2))
+    assert status == "fail" and "is older than" in detail
+
+
+def test_a_torch_of_before_takes_the_allocators_settings_by_their_older_name(monkeypatch):
+    """2.8 and 2.9 have no name for all accelerators yet."""
+    given = []
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
+    on_gpu._allocator_settings("expandable_segments:True")
+    assert given == ["expandable_segments:True"]
+
+
+# -- Colab, Kaggle, Codespaces, Binder
+
+PIP = """
+import os, sys
+words = sys.argv[1:]
+print(words, open(words[words.index("-c") + 1]).read().split(), file=open(os.environ["ASKED"], "a"))
+"""
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="no git")
+def test_the_cell_of_the_page_imports_labs_and_pip_may_not_touch_torch(tmp_path):
+    """pip is a stand-in that writes down what it is asked for."""
+    repository = tmp_path / "repository"
+    (repository / "labs").mkdir(parents=True)
+    (repository / "labs" / "__init__.py").touch()
+    (repository / "notebooks").mkdir()
+    (repository / "notebooks" / "a.ipynb").touch()
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / "site" / "pip").mkdir(parents=True)
+    (tmp_path / "site" / "pip" / "__init__.py").touch()
+    (tmp_path / "site" / "pip" / "__main__.py").write_text(PIP)
+    cell = re.search(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
+    cell = cell.replace("/tmp/", f"{tmp_path}/").replace("https://github.com/OWNER/NAME", repository.as_uri())
+    script = f"{cell}\nimport labs; print(labs.__file__, os.getcwd())"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "ASKED": str(tmp_path / "asked")}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250 * SLOWER)
+    assert done.returncode == 0, done.stderr
+    course = tmp_path / "course"
+    assert done.stdout.split() == [str(course / "labs" / "__init__.py"), str(course / "notebooks")]
+    asked = (tmp_path / "asked").read_text()
+    assert f"'torch=={torch.__version__}'" in asked and "'psutil>=" in asked
+
+
+def test_codespaces_installs_as_the_makefile_does():
+    found = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    make, copies = found["onCreateCommand"].split(" && ")
+    assert make == "make .venv/.ready" and "\nREADY := .venv/.ready\n" in (ROOT / "Makefile").read_text()
+    assert copies == ".venv/bin/python -m labs.kit.copies"
+    (first,) = found["customizations"]["codespaces"]["openFiles"]
+    assert (ROOT / first.replace("my/", "notebooks/")).is_file() and "--shm-size=2g" in found["runArgs"]
+
+
+def test_binder_takes_torch_from_conda_and_the_rest_from_the_tested_versions():
+    dependencies = yaml.safe_load((ROOT / ".binder" / "environment.yml").read_text())["dependencies"]
+    assert {"pip", "pytorch-cpu"} < set(dependencies)
+    script = ROOT / ".binder" / "postBuild"
+    assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", script]).returncode == 0
+    assert "grep -v '^torch==' constraints.txt >" in script.read_text()
+    assert len(re.findall(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
