@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
-
 import torch
 import torch.distributed as dist
-
-from labs.chapters.nb06 import solutions as solution
 
 # -- 06.1: the order of a stage
 
@@ -68,54 +64,6 @@ def lost(*, work=("forward", "backward"), mean=lambda w: sum(w) / len(w), messag
         return {k: unit * v for k, v in found.items()}
 
     return lost_time
-
-
-# -- 06.3: cuts
-
-
-def _sums(layer_s, cut):
-    return [sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)])]
-
-
-def _least(objective):
-    def cuts(layer_s, stages):
-        ways = combinations(range(1, len(layer_s)), stages - 1)
-        return list(min(ways, key=lambda cut: objective(_sums(layer_s, cut))))
-
-    return cuts
-
-
-def _equal_numbers(layer_s, stages):
-    return [k * len(layer_s) // stages for k in range(1, stages)]
-
-
-def _up_to_the_average(layer_s, stages):
-    cut, now = [], 0.0
-    for k, seconds in enumerate(layer_s):
-        if now >= sum(layer_s) / stages and len(cut) < stages - 1:
-            cut.append(k)
-            now = 0.0
-        now += seconds
-    return cut
-
-
-def _changed(change):
-    return lambda layer_s, stages: change(solution.cuts(layer_s, stages), layer_s, stages)
-
-
-def _no_memory(layer_s, stages):
-    """Right, but every way is looked at."""
-
-    def best(first, stages):
-        if stages == 1:
-            return sum(layer_s[first:]), []
-        found = []
-        for end in range(first + 1, len(layer_s) - stages + 2):
-            rest, cut = best(end, stages - 1)
-            found.append((max(sum(layer_s[first:end]), rest), [end, *cut]))
-        return min(found)
-
-    return best(0, stages)[1]
 
 
 # -- 06.4: a layer of FSDP
@@ -186,19 +134,6 @@ MUTANTS = {
         "from zero": (lost(clock=True), "your step lasts from 0 on the clock"),
         "milliseconds": (lost(unit=1000), "these are milliseconds"),
         "three numbers": (lambda events, stages: (0.1, 0.2, 0.3), "a dict"),
-    },
-    "06.3": {
-        "equal numbers of layers": (_equal_numbers, "as many layers, whatever they cost"),
-        "up to the average": (_up_to_the_average, "up to the average, and a bit over"),
-        "sorted": (lambda layer_s, stages: solution.cuts(sorted(layer_s, reverse=True), stages), "you sort the layers"),
-        "difference": (_least(lambda sums: max(sums) - min(sums)), "it only waits"),
-        "without the last stage": (_least(lambda sums: max(sums[:-1], default=0)), "you leave the last stage out"),
-        "from one": (_changed(lambda cut, *_: [c + 1 for c in cut]), "you count layers from 1"),
-        "the stages themselves": (
-            _changed(lambda cut, layer_s, _: [layer_s[a:b] for a, b in pairwise([0, *cut, len(layer_s)])]),
-            "these are the stages themselves",
-        ),
-        "all ways tried": (_no_memory, "25 layers in 13 stages took more than 1 s"),
     },
     "06.4": {
         "gathered without history": (plain_gather, "the shards get no gradient"),
