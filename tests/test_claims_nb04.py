@@ -35,7 +35,7 @@ PERFECT = {("bert_large", 512, 10): (0.4e9, 23.6e9, 11.4e9)}
 AT_20 = {("bert_large", 512, 10): (5.4e9, 18.6e9, 13.8e9)}
 
 
-def memory(steps=None, copies=0.6e9, small=True):
+def memory(steps=None, copies=0.6e9):
     """labs.amp_memory: (bytes of states, of activations in FP32, of those under autocast) by (model, seq, batch)."""
     found = []
     for (model, seq, batch), (states, fp32, lowered) in (BERT | RESNET if steps is None else steps).items():
@@ -56,11 +56,6 @@ def memory(steps=None, copies=0.6e9, small=True):
                 )
                 for c, size in parts.items()
             ]
-    for metric, size in (("predicted_bytes", 100.0), ("measured_bytes", 101.0)) if small else ():
-        found += [
-            make("amp_memory", metric, "B", [v], model="cnn", seq=0, batch=8, precision="bf16", category=c)
-            for c, v in (("activations", size), ("weight copies", 0.0))
-        ]
     return found
 
 
@@ -303,7 +298,6 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
 
     assert "1 of 3 cases are between 15 and 25 %" in because("A30")
     assert "-4 % (BERT-large, batch 1 of 512 tokens) to 44 % (ResNet-152, batch 64)" in because("A30")
-    assert "1 real steps of small models differ from such a count by at most 0.99 %" in because("A30")
     assert "BERT-large 33 % of activations, 23 % of all" in because("B07")
     assert "batch 10 of 512 tokens: 24.0 GB become 18.4 GB" in because("B10")
     assert "take 6.0 GB whatever the batch" in because("B10") and "15.3 GB would be left" in because("B10")
@@ -346,7 +340,7 @@ def test_both_kinds_of_attention_are_steps_of_their_own():
     both = [
         make("amp_memory", r.metric, r.unit, r.samples, kind="modelled", **(r.case | {"attention": a}))
         for a in ("eager", "sdpa")
-        for r in memory(BERT, small=False)
+        for r in memory(BERT)
     ]
     found = table("04", both, gpus=0, strict=True)
     assert (
@@ -364,7 +358,7 @@ def test_what_is_not_said_where_it_is_not_so():
     assert "matrix products" not in because("E16", speed(side=0))
     assert "10 % more bytes" in because("E16", speed(share=-0.1))
     assert "mlp 0.1 x the speed (modelled" in because("E16", speed(skip=("mlp",)))
-    assert "real steps" not in because("A30", memory(small=False)) and "peak" not in because("A30", memory())
+    assert "peak" not in because("A30", memory())
     peak = [
         make("amp_memory", "peak_bytes", "B", [size], model="resnet152", seq=0, batch=64, precision=p)
         for p, size in (("fp32", 20e9), ("fp16", 12e9))

@@ -44,7 +44,6 @@ def test_it_is_told_in_torchs_words_and_changes_nothing():
     ("lab", "values"),
     [
         ("mixed_precision", {"models": (HERE,), "sides": (32,)}),
-        ("amp_memory", {"models": (HERE,), "sequences": (16,), "batches": (1,)}),
         ("autocast_ops", {"models": (HERE,), "precisions": ("fp16", "bf16")}),
         ("loss_scaling", {"model": HERE}),
         ("amp_training", {"gradient_models": (HERE,), "samples": 256, "formats": ("fp32",), "loss_exponents": (0,)}),

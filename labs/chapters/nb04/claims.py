@@ -31,7 +31,7 @@ def _(evidence: Records) -> Verdict:
     near = [ABOUT_20[0] <= s.saved <= ABOUT_20[1] for s in steps]
     because = (
         f"{sum(near)} of {len(near)} cases are between {ABOUT_20[0]:g} and {ABOUT_20[1]:g} %, from "
-        f"{ends_of([f'{s.saved:.0f} % ({s})' for s in steps])}.{amp.peaks(run)}{amp.checked(run)}"
+        f"{ends_of([f'{s.saved:.0f} % ({s})' for s in steps])}.{amp.peaks(run)}"
     )
     return Verdict(word(near, [not n for n in near]), because, "modelled")
 
