@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from mutants import nb06 as mutants
 from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb06 import exercise_fsdp, exercise_pipeline
@@ -249,6 +250,31 @@ def _restored():
 
 def test_collectives_are_counted_and_the_counter_goes_away():
     assert run_on_ranks(_restored, 2) == [(["all_reduce"], True)] * 2
+
+
+def rows_only(x, shard):
+    return x @ shard.T
+
+
+def summed_in_forward(x, shard):
+    dist.all_reduce(torch.ones(1))
+    return solution.sharded_linear(x, shard)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (mutants.layer(order=-1), "the output of rank 0"),
+        (mutants.layer(reduce="none"), "is not this rank's rows of the mean"),
+        (mutants.layer(x_gradient=lambda g, w: None), "gets no gradient"),
+        (mutants.layer(x_gradient=lambda g, w: g @ w / 2), "the gradient of x on rank 0"),
+        (rows_only, "has shape (5, 12)"),
+        (summed_in_forward, "call all_reduce"),
+    ],
+)
+def test_other_wrong_layers_are_refused(wrong, words):
+    said = examine("06.4", wrong)
+    assert said.state == "not yet" and words in said.text, said.text
 
 
 @pytest.mark.parametrize("junk", [lambda *_: None, lambda x, shard: x[0], lambda x, shard: 1 / 0])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, permutations
-from operator import itemgetter
-from statistics import median
 from typing import Any
 
 from labs.chapters.nb06 import solutions as solution
@@ -100,14 +97,9 @@ def _sent(case: Timeline) -> Stages:
     return _seconds(case, "send", "receive")
 
 
-def _idle(case: Timeline) -> Stages:
-    return [_step(case) - work - sent for work, sent in zip(_work(case), _sent(case), strict=True)]
-
-
-def _step(case: Timeline, stage: int | None = None) -> float:
-    """Seconds from the first start to the last end, of one stage or of all."""
-    found = [e for e in case[0] if stage in (None, e[0])]
-    return max(e[4] for e in found) - min(e[3] for e in found)
+def _step(case: Timeline) -> float:
+    """Seconds from the first start to the last end."""
+    return max(e[4] for e in case[0]) - min(e[3] for e in case[0])
 
 
 def _mean(seconds: Stages) -> float:
@@ -118,12 +110,9 @@ def _beyond(seconds: Stages) -> float:
     return max(seconds) - _mean(seconds)
 
 
-def _rest(
-    case: Timeline, step: Callable[[Timeline], float] = _step, *, mean: float = 1, cut: float = 1, messages: float = 1
-) -> float:
-    """The rest of the step, each term so many times taken off."""
+def _rest(case: Timeline, step_s: float) -> float:
     work = _work(case)
-    return step(case) - mean * _mean(work) - cut * _beyond(work) - messages * max(_sent(case))
+    return step_s - _mean(work) - _beyond(work) - max(_sent(case))
 
 
 def _slip(what: str, hint: str, wrong: Callable[[Timeline], float]) -> Slip:
@@ -131,218 +120,33 @@ def _slip(what: str, hint: str, wrong: Callable[[Timeline], float]) -> Slip:
 
 
 PARTS = "of each stage: work = forward + backward seconds, messages = send + receive seconds"
-MOST = "of the stage that spends most on them"
-STEP = "the last end less the first start"
-REST = "waiting = step - mean work - cut - messages"
-
-
-PLACES: dict[str, Callable[[Timeline], int]] = {
-    "the first stage": lambda c: 0,
-    "the last stage": lambda c: -1,
-    "the stage in the middle": lambda c: c[1] // 2,
-}
-TAKEN_OFF = {"mean": "the mean work", "cut": "the cut", "messages": "the messages"}
-WAYS = ("sent", "send"), ("received", "receive")
-
-
 BY_TERM: dict[str, list[Slip]] = {
     "cut": [
-        *(
-            _slip(f"your work has the {kind} passes alone", PARTS, lambda c, kind=kind: _beyond(_seconds(c, kind)))
-            for kind in ("forward", "backward")
-        ),
         _slip(
             "your work has the messages in it",
             PARTS,
             lambda c: _beyond([a + b for a, b in zip(_work(c), _sent(c), strict=True)]),
         ),
-        _slip(
-            "you take the slowest forward of one stage and the slowest backward of another",
-            PARTS,
-            lambda c: max(_seconds(c, "forward")) + max(_seconds(c, "backward")) - _mean(_work(c)),
-        ),
-        _slip(
-            "you take the fastest stage for the mean",
-            "the mean over all stages",
-            lambda c: max(_work(c)) - min(_work(c)),
-        ),
-        _slip("you take the median for the mean", "sum(...) / stages", lambda c: max(_work(c)) - median(_work(c))),
-        _slip(
-            "you take the sum over the stages for the mean",
-            "sum(...) / stages",
-            lambda c: max(_work(c)) - sum(_work(c)),
-        ),
-        _slip(
-            "your mean is over the passes, not over the stages",
-            "sum(...) / stages",
-            lambda c: max(_work(c)) - sum(_work(c)) / sum(e[1] in ("forward", "backward") for e in c[0]),
-        ),
-        _slip(
-            "this is the slowest stage's whole work, not what it has beyond the mean",
-            "less it",
-            lambda c: max(_work(c)),
-        ),
-        _slip(
-            "this is the mean work of a stage, not what the slowest has beyond it",
-            "the slowest less it",
-            lambda c: _mean(_work(c)),
-        ),
-        _slip(
-            "cut: the mean less the slowest stage is the right number with the wrong sign",
-            "the slowest less the mean",
-            lambda c: -_beyond(_work(c)),
-        ),
-        _slip(
-            "you compare the mean with the fastest stage",
-            "the slowest less the mean",
-            lambda c: _mean(_work(c)) - min(_work(c)),
-        ),
-        *(
-            _slip(f"you take {place} for the slowest", "max()", lambda c, at=at: _work(c)[at(c)] - _mean(_work(c)))
-            for place, at in PLACES.items()
-        ),
-        _slip(
-            "cut is a ratio to the mean here",
-            "seconds: the slowest less the mean",
-            lambda c: max(_work(c)) / _mean(_work(c)),
-        ),
-        _slip("cut is a share of the mean here", "seconds", lambda c: _beyond(_work(c)) / _mean(_work(c))),
-        _slip("these are shares of the step", "seconds", lambda c: _beyond(_work(c)) / _step(c)),
         _slip("these are milliseconds", "seconds", lambda c: 1e3 * _beyond(_work(c))),
     ],
     "messages": [
-        _slip("you add up the messages of all stages, which pass them at the same time", MOST, lambda c: sum(_sent(c))),
-        _slip("you add up what all stages send, each message once", MOST, lambda c: sum(_seconds(c, "send"))),
-        _slip("you take the mean over the stages", MOST, lambda c: _mean(_sent(c))),
         _slip(
-            "you give the messages of the stage with the most work",
-            MOST,
-            lambda c: max(zip(_work(c), _sent(c), strict=True))[1],
+            "you add up the messages of all stages, which pass them at the same time",
+            "of the stage that spends most on them",
+            lambda c: sum(_sent(c)),
         ),
-        _slip(
-            "you give the messages of the stage that waits least, by work and messages",
-            MOST,
-            lambda c: min(zip(_idle(c), _sent(c), strict=True))[1],
-        ),
-        *(
-            _slip(f"you give the messages of {place}", MOST, lambda c, at=at: _sent(c)[at(c)])
-            for place, at in (PLACES | {"stage 1": lambda c: 1}).items()
-        ),
-        _slip("you give the messages of the stage that spends least on them", "max()", lambda c: min(_sent(c))),
-        *(
-            _slip(
-                f"messages: you count what is {done}, not what is {other}",
-                PARTS,
-                lambda c, kind=kind: max(_seconds(c, kind)),
-            )
-            for (done, kind), (other, _) in permutations(WAYS)
-        ),
-        *(
-            _slip(
-                f"messages: you take twice what is {done}; a {other} need not last as long as a {kind}",
-                PARTS,
-                lambda c, kind=kind: 2 * max(_seconds(c, kind)),
-            )
-            for (done, kind), (_, other) in permutations(WAYS)
-        ),
-        _slip(
-            "messages: you take what one stage sends and what another receives",
-            "add them up for each stage first",
-            lambda c: max(_seconds(c, "send")) + max(_seconds(c, "receive")),
-        ),
-        _slip(
-            "messages: this is the longest single one",
-            "all of a stage's together",
-            lambda c: max([e[4] - e[3] for e in c[0] if e[1] in ("send", "receive")], default=0),
-        ),
-        _slip(
-            "you count messages",
-            "their seconds",
-            lambda c: max(sum(e[0] == s and e[1] in ("send", "receive") for e in c[0]) for s in range(c[1])),
-        ),
-        _slip(
-            "messages: you take the mean over the stages off",
-            "only the work is compared with its mean",
-            lambda c: _beyond(_sent(c)),
-        ),
-        _slip("these are milliseconds", "seconds", lambda c: 1e3 * max(_sent(c))),
     ],
     "waiting": [
-        *(
-            _slip(
-                f"waiting: you forget to take off {' and '.join(TAKEN_OFF[term] for term in terms)}",
-                REST,
-                lambda c, terms=terms: _rest(c, **dict.fromkeys(terms, 0)),
-            )
-            for terms in (*combinations(TAKEN_OFF, 1), *combinations(TAKEN_OFF, 2))
-        ),
-        _slip("waiting: this is the whole step", REST, _step),
-        _slip("waiting: you add the cut in place of taking it off", REST, lambda c: _rest(c, cut=-1)),
-        _slip("waiting: you add the messages in place of taking them off", REST, lambda c: _rest(c, messages=-1)),
         _slip(
-            "waiting: you take the cut off twice: the slowest stage's work has it in it",
-            REST,
-            lambda c: _rest(c, cut=2),
+            "your step lasts from 0 on the clock: it begins with its first event",
+            "the last end less the first start",
+            lambda c: _rest(c, max(e[4] for e in c[0])),
         ),
-        _slip("waiting: you take off the work of all stages, not its mean", REST, lambda c: _rest(c, mean=c[1])),
-        _slip("waiting: the sign is wrong", REST, lambda c: -_rest(c)),
         _slip(
             "waiting: you give 0 where the rest is below it",
             "leave it below 0: a message that takes long while another stage works costs the step nothing",
-            lambda c: max(0.0, _rest(c)),
+            lambda c: max(0.0, _rest(c, _step(c))),
         ),
-        _slip("waiting: the step itself is missing", REST, lambda c: _rest(c, lambda _: 0)),
-        _slip("waiting: this is how long a stage does nothing, in the mean", REST, lambda c: _mean(_idle(c))),
-        *(
-            _slip(f"waiting: this is how long {who} nothing", REST, lambda c, of=of: of(_idle(c)))
-            for who, of in (
-                ("all stages together do", sum),
-                ("the stage that waits most does", max),
-                ("the stage that waits least does", min),
-                ("stage 0 does", itemgetter(0)),
-            )
-        ),
-        _slip(
-            "waiting: this is how long the stage with the most work does nothing",
-            REST,
-            lambda c: max(zip(_work(c), _idle(c), strict=True))[1],
-        ),
-        _slip(
-            "your step lasts from 0 on the clock: it begins with its first event",
-            STEP,
-            lambda c: _rest(c, lambda c: max(e[4] for e in c[0])),
-        ),
-        _slip(
-            "your step ends with the last event of the list, which need not be the last to end",
-            STEP,
-            lambda c: _rest(c, lambda c: c[0][-1][4] - c[0][0][3]),
-        ),
-        _slip(
-            "your step ends where its last event starts",
-            STEP,
-            lambda c: _rest(c, lambda c: max(e[3] for e in c[0]) - min(e[3] for e in c[0])),
-        ),
-        _slip(
-            "your step begins where its first event ends",
-            STEP,
-            lambda c: _rest(c, lambda c: max(e[4] for e in c[0]) - min(e[4] for e in c[0])),
-        ),
-        _slip(
-            "your step ends with stage 0 and its last backward: a message of another stage may end later",
-            STEP,
-            lambda c: _rest(c, lambda c: _step(c, stage=0)),
-        ),
-        _slip(
-            "your step is the longest of one stage, from its own first start to its own last end",
-            f"{STEP}, of all stages",
-            lambda c: _rest(c, lambda c: max(_step(c, stage=s) for s in range(c[1]))),
-        ),
-        _slip(
-            "your step is the sum of all events' seconds: stages work at the same time",
-            STEP,
-            lambda c: _rest(c, lambda c: sum(e[4] - e[3] for e in c[0])),
-        ),
-        _slip("these are milliseconds", "seconds", lambda c: 1e3 * _rest(c)),
     ],
 }
 
