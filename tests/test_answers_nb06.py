@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from test_claims_nb06 import around, make, pipeline, split
+from test_claims_nb06 import around, make
 
-from labs import broken_split, pipeline_parallel, tensor_parallel
+from labs import tensor_parallel
 from labs.chapters.nb06 import figures_split
 from labs.kit.record import Record, Records
 from labs.parts.precision.rounding import METRIC
@@ -52,24 +52,3 @@ def test_a_wrong_gradient_is_told_in_every_answer():
         for r in perceptrons({32: 1.0})
     ]
     assert "1 are WRONG" in next(tensor_parallel.answer(Records(wrong)))
-
-
-def test_the_half_that_never_trains_is_named_by_its_gradients():
-    logits = [r for r in split() if r.case["loss"] == "logits"]
-    said = list(broken_split.answer(Records(logits)))
-    assert "own input, loss of logits: the first half never trains" in said[0] and "both halves train" in said[2]
-    assert "both halves train" in next(broken_split.answer(Records(split(first=(2, 2, 2)))))
-
-
-FLOOR = [make("pipeline_parallel", METRIC, "1", [1e-6], chain="char_gpt")]
-
-
-def test_the_pipeline_s_answer_names_the_fastest_and_its_share_of_the_ceiling():
-    said = " ".join(pipeline_parallel.answer(Records(pipeline() + FLOOR)))
-    assert "1f1b with 8 micro-batches is the fastest" in said
-    said = " ".join(pipeline_parallel.answer(Records(pipeline(best=1.3) + FLOOR)))
-    assert "the rest is not the bubble's" in said
-    said = " ".join(pipeline_parallel.answer(Records(pipeline(best=1.75, copies=1.8) + FLOOR)))
-    assert "no other cost can be shown" in said
-    said = " ".join(pipeline_parallel.answer(Records(pipeline(best=0.5) + FLOOR)))
-    assert "naive with 1 micro-batch is the fastest" in said

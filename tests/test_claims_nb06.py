@@ -215,38 +215,6 @@ def test_every_claim_of_the_notebook_is_tried_without_a_gpu():
     assert not any(v.word.startswith(("needs", "not tried")) for _, v in found.rows)
 
 
-def test_numbers_of_the_sentences_are_those_of_the_records():
-    found = table("06", EVERYTHING, gpus=0, strict=True)
-
-    def because(claim):
-        return found.verdict(claim).because
-
-    both, neither = because("D04").split(" against one, both at once: ")[1].split(". Not both: ")
-    assert "DDP 1.80 x [" in neither and "100 % of the memory (cnn, weak scaling)" in neither
-    assert "1F1B with 8 micro-batches 1.75 x [" in both and "50 % of the memory (deep_mlp)" in both
-    assert "tensor parallel 1.60 x [" in both and "60 % of the memory (width 512, 512 rows: the best of 2)" in both
-    assert both.count(" x [") == 3 and neither.count(" x [") == 3
-    assert "reach 1.90 x [" in because(
-        "D06"
-    ) and "of 3 measured 3 are shown to be 1.7 to 1.9 (1.65 to 1.95, for rounding), 0 shown not" in because("D06")
-    assert "1.84 to 1.90 with DDP on two V100" in because("D06")
-    assert "0 of 2 parameter tensors of the first half" in because("D16")
-    assert '"Output with path `` is not connected to `inputs`"' in because("D16")
-    assert "9.80 nats read as probabilities, 2.30 read as logits" in because("D17")
-    assert "accuracy 17 % against 83 %" in because("D17") and "2.30)" in because("D17")
-    assert "idle for 50.0 % [" in because("D18") and "7 % longer" in because("D18")
-    assert "both compute during 0 % with 1, 33 % with 8 micro-batches" in because("D18")
-
-
-def test_what_is_not_said_where_it_is_not_so():
-    def because(claim, records):
-        return table("06", records, gpus=0, strict=True).verdict(claim).because
-
-    assert "never talk" not in because("D06", without(BOTH, "step_s", schedule="copies") + data())
-    assert "Cannot be told" not in because("D04", ALL_DO)
-    assert "Cannot be told: DDP" in because("D04", [*pipeline(), *sharded(ddp=0.5), *data(1.0, noisy=True)])
-
-
 def test_the_last_launch_of_each_model_is_the_evidence():
     slow = pipeline(best=1.2)
     relaunched = [*slow, *[Record(**{**vars(r), "config": {"seed": 1}}) for r in pipeline(best=1.75)]]
