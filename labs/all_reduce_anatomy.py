@@ -1,13 +1,12 @@
 """What happens inside an all-reduce, and what does each collective send?
 
     python -m labs.all_reduce_anatomy                           # launches its own ranks
-    torchrun --nproc-per-node 4 -m labs.all_reduce_anatomy --sizes 65536 16777216
+    torchrun --nproc-per-node 4 -m labs.all_reduce_anatomy
 
-About 8 s on 2 CPU cores. Three parts:
+About 6 s on 2 CPU cores. Two parts:
   by hand      a ring all-reduce from messages between neighbours, against torch's own: the sums and the bytes sent
   collectives  each collective's bytes on the wire, from the counters of the TCP connections, and its bandwidth, as
                nccl-tests defines it: algbw = size / time, busbw = algbw x a factor that makes it comparable to a link
-  sizes        seconds of an all-reduce by size, from which latency and bandwidth are fitted, and how wrong a fit is
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from labs.kit.record import Record, Records
 from labs.parts.communication.ring import ring_all_reduce
 from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.wire import sent_by
-from labs.parts.sharding.link import as_in_training, require_messages
+from labs.parts.sharding.link import require_messages
 from labs.parts.timing.collectives import bus_factor, busbw_b_s
 
 COLLECTIVE_BYTES = 2**23
@@ -35,23 +34,16 @@ HAND_NUMBERS = 2**20
 
 @dataclass(frozen=True)
 class Config:
-    """Which messages are sent, and for how long."""
+    """For how long messages are sent."""
 
-    sizes: tuple[int, ...] = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
-    """Bytes of the vector that each rank has, for the fit."""
     seconds: float = 6.0
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
-    """Times that each collective, and each size, is timed; by default as many as fit into `seconds`, at least 6."""
+    """Times that each collective is timed; by default as many as fit into `seconds`, at least 6."""
     smoke: bool = False
-    """Three sizes, two rounds."""
+    """Two rounds."""
 
     def __post_init__(self) -> None:
-        require(
-            len(set(self.sizes)) >= 3,
-            "sizes must hold three different sizes at least: two are fitted, others are predicted",
-        )
-        require(all(s >= 4 and s % 4 == 0 for s in self.sizes), f"sizes must be multiples of 4 bytes, not {self.sizes}")
         measure.require_budget(self.seconds, self.rounds)
 
 
@@ -98,7 +90,7 @@ def rounding_bound(ranks: int) -> float:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """By hand, then every collective, then the sizes."""
+    """By hand, then every collective."""
     require_messages(rank)
     yield from by_hand(rank)
     size = COLLECTIVE_BYTES  # in a smoke run, too: gloo picks some algorithms by size
@@ -108,13 +100,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         if (sent := sent_by(call, rank)) is not None:
             yield rank.record("sent_bytes", "B", sent, op=op, size=size)
         yield rank.record("sent_bytes", "B", predict(op, size, rank.world_size), kind="modelled", op=op, size=size)
-    for op, samples in in_turn(calls, config, rank, 0.6).items():
+    for op, samples in in_turn(calls, config, rank).items():
         yield rank.record("seconds", "s", samples, op=op, size=size)
         yield rank.record(
             "busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in samples], op=op, size=size
         )
-    rank.progress(1, 2, "sizes")
-    yield from sweep(config, rank)
 
 
 def by_hand(rank: Rank) -> Iterator[Record]:
@@ -138,21 +128,8 @@ def by_hand(rank: Rank) -> Iterator[Record]:
     yield rank.record("sent_bytes", "B", modelled, kind="modelled", op="ring by hand", size=4 * HAND_NUMBERS)
 
 
-def sweep(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of an all-reduce by size, taken in turn, each after a millisecond of work, as in training."""
-    sizes = sorted(set(config.sizes))
-    if config.smoke:
-        sizes = sizes[:: len(sizes) // 2][:3]
-    buffers = {s: torch.zeros(s // 4, device=rank.device) for s in sizes}
-    calls = {s: lambda b=buffer: dist.all_reduce(b) for s, buffer in buffers.items()}
-    for call in calls.values():
-        measure.time_steps(call, 2, rank.device)
-    for size, samples in in_turn(calls, config, rank, 0.4, between=as_in_training(rank)).items():
-        yield rank.record("all_reduce_s", "s", samples, size=size)
-
-
 def answer(run: Records) -> Iterator[str]:
-    """Whether the ring by hand is right, which collective sends more than it must, and what an all-reduce costs."""
+    """Whether the ring by hand is right, which collective sends more than it must, and how fast an all-reduce is."""
     ranks = run[0].layout["world_size"]
     random = run.one("max_error", numbers="random").value
     right = run.one("max_error", numbers="integers").value == 0 and random <= rounding_bound(ranks)
@@ -166,8 +143,6 @@ def answer(run: Records) -> Iterator[str]:
         yield "No collective sends more than its closed form."
     bus = measure.estimate(run.one("busbw_b_s", op="all_reduce").samples, "B/s")
     yield f"An all-reduce of {size / 1e6:.1f} MB reaches {bus} of bus bandwidth."
-    small = min(run.where("all_reduce_s"), key=lambda r: r.case["size"])
-    yield f"One of {small.case['size']} bytes takes {measure.estimate(small.samples, 's')}: that is latency."
 
 
 WASTE = 1.2

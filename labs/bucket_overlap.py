@@ -1,4 +1,4 @@
-"""How large should DDP's buckets be, and what does each of its switches cost?
+"""How large should DDP's buckets be?
 
     python -m labs.bucket_overlap                               # launches its own ranks
     python -m labs.bucket_overlap --mb-s 50 --bucket-cap-mb 0.25 1 4 100
@@ -8,7 +8,6 @@ About 12 s on 2 CPU cores. On a paced wire, where an all-reduce costs as much as
   buckets    a step for each bucket size, in turn with one under `no_sync`; the number of buckets, in the first step
              and after DDP has rearranged them, counted and by closed form; and the step that is predicted from when
              each gradient is ready without communication, how fast the wire is, and nothing else
-  switches   static_graph, gradient_as_bucket_view, find_unused_parameters, no broadcast of buffers: against the default
 """
 
 import statistics
@@ -33,18 +32,8 @@ from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.gradient_buckets import bucket_bytes
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.data_parallel.sync_buffers import SYNC_BUFFERS
 from labs.parts.data_parallel.training import PERCEPTRON, build, require_model, train_step
 from labs.parts.sharding.link import as_in_training
-
-SWITCHES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "static_graph": {"static_graph": True},
-    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-    "find_unused_parameters": {"find_unused_parameters": True},
-    "buffers not broadcast": {SYNC_BUFFERS: False},
-}
-"""DDP's arguments that change what a step costs. The model has buffers, so that there is something to broadcast."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ class Config:
     seconds: float = 9.0
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
-    """Rounds in which every bucket size, or switch, has its turn; by default as many as fit into `seconds`, least 6."""
+    """Rounds in which every bucket size has its turn; by default as many as fit into `seconds`, least 6."""
     seed: int = 0
     """Seed of the model and of the data."""
     smoke: bool = False
@@ -104,7 +93,7 @@ def predict(ready_s: Sequence[float], sizes: Sequence[int], ranks: int, mb_s: fl
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The gradients' moments, the buckets, then the switches."""
+    """The gradients' moments, then the buckets."""
     wire.require_tcp(rank)
     yield from wire.how(rank)
     caps = sorted(config.bucket_cap_mb)
@@ -122,11 +111,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     measure.time_steps(steps["no_sync"], 3, rank.device)
     latency_s = statistics.median(rank.slowest(all_reduce_latency(rank)))
     yield rank.record("latency_s", "s", latency_s)
-    for name, samples in wire.in_turn(steps, config, rank, 0.75, config.mb_s).items():
+    for name, samples in wire.in_turn(steps, config, rank, mb_s=config.mb_s).items():
         case = {"synchronise": False} if name == "no_sync" else {"synchronise": True, "bucket_cap_mb": name}
         yield rank.record("step_s", "s", samples, mb_s=config.mb_s, **case)
-    rank.progress(1, 2, "switches")
-    yield from switches(config, rank)
 
 
 def moments(config: Config, rank: Rank) -> Iterator[Record]:
@@ -185,15 +172,15 @@ def noting_all_reduce(seen: list[int], bucket: dist.GradBucket) -> torch.futures
 
 
 def ddp_step(
-    config: Config, cap_mb: float, *, synchronise: bool = True, seen: list[int] | None = None, **arguments: Any
+    config: Config, cap_mb: float, *, synchronise: bool = True, seen: list[int] | None = None
 ) -> Callable[[], object]:
-    """A training step with DDP, its buckets and switches; under `no_sync` unless `synchronise`.
+    """A training step with DDP and its buckets; under `no_sync` unless `synchronise`.
 
     `seen`, if given, is told the bytes of every bucket that is sent.
     """
     workload = workload_of(config)
     x, y = workload.make_batch(config.batch_size)
-    ddp = DistributedDataParallel(workload.module, bucket_cap_mb=cap_mb, **arguments)
+    ddp = DistributedDataParallel(workload.module, bucket_cap_mb=cap_mb)
     if seen is not None:
         ddp.register_comm_hook(seen, delay.holding(noting_all_reduce))
     elif not wire.can_pace():
@@ -209,19 +196,8 @@ def step_without_exchange(ddp: DistributedDataParallel, *arguments: Any) -> None
         train_step(ddp, *arguments)
 
 
-def switches(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of a step with each of DDP's switches, in turn, over the wire as it is."""
-    chosen = list(SWITCHES)[: 2 if config.smoke else None]
-    steps = {name: ddp_step(config, 1.0, **SWITCHES[name]) for name in chosen}
-    for step in steps.values():
-        rank.barrier()
-        measure.time_steps(step, 3, rank.device)
-    for name, samples in wire.in_turn(steps, config, rank, 0.25).items():
-        yield rank.record("switch_step_s", "s", samples, switch=name)
-
-
 def workload_of(config: Config) -> models.Workload:
-    """The model; the perceptron with buffers, so that there is something to broadcast."""
+    """The model; the perceptron with BatchNorm."""
     return build(config, batch_norm=True)
 
 
@@ -289,15 +265,8 @@ def exposed(run: Records) -> dict[float, measure.Estimate]:
     }
 
 
-def switch_ratios(run: Records) -> dict[str, measure.Estimate]:
-    """{switch: step over that of the default, paired round by round}."""
-    default = run.one("switch_step_s", switch="default").samples
-    found = {r.case["switch"]: r.samples for r in run.where("switch_step_s")}
-    return {name: measure.paired_ratio(s, default) for name, s in found.items() if name != "default"}
-
-
 def answer(run: Records) -> Iterator[str]:
-    """Which buckets to take on this wire, what the prediction would take, and which switches matter."""
+    """Which buckets to take on this wire, and what the prediction would take."""
     yield from wire.label(run)
     best, worst, ratio = best_worst(run)
     mb_s = run.one("step_s", synchronise=False).case["mb_s"]
@@ -311,11 +280,6 @@ def answer(run: Records) -> Iterator[str]:
         f"The prediction would take {min(predicted, key=predicted.get):g} MiB. For {best:g} MiB it says "
         f"{1e3 * predicted[best]:.3g} ms, measured are {1e3 * measured:.3g} ms."
     )
-    told = [f"{name} {found}" for name, found in switch_ratios(run).items() if measure.differs(found)]
-    if told:
-        yield f"Switches against the default: {', '.join(told)}. The others make no difference that this run can show."
-    else:
-        yield "None of the switches makes a difference that this run can show."
 
 
 if __name__ == "__main__":

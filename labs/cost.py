@@ -17,7 +17,6 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import pandas
 
@@ -29,8 +28,8 @@ from labs.parts.planning.parallel_cost import Job, Machine, Plan, shape
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, as their table 3 is usually rounded
-REACHED = 0.4  # of the dense peak, for a card of which no published run is known here: an assumption, told as one
 LARGEST = 1e14  # parameters
+REACHED = 0.4  # of the dense peak, for a card of which no published run is known here: an assumption, told as one
 
 
 @dataclass(frozen=True)
@@ -285,28 +284,6 @@ def cheapest(found: Sequence[Bill | None], deadline_days: float = 0.0, budget: f
     return min(fit, key=lambda b: b.money.high if priced else b.gpu_hours.high, default=None)
 
 
-def largest_model(config: Config, offer: Offer) -> tuple[float, Bill] | None:
-    """(parameters, bill) of the largest model that `offer` trains within deadline and budget, 20 tokens a parameter.
-
-    By bisection, to a percent, at the upper end of the band; memory is a limit, too. None if not even a million fit.
-    """
-
-    def possible(params: float) -> Bill | None:
-        found = bill(replace(config, params=params, tokens=0.0), offer)
-        return found if found and within(found, config.deadline_days, config.budget) else None
-
-    require(
-        bool(config.deadline_days or config.budget), "the largest model is limited by deadline_days or budget: give one"
-    )
-    low, high = 1e6, LARGEST
-    if not possible(low):
-        return None
-    while high / low > 1.01:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if possible(middle) else (low, middle)
-    return low, possible(low)
-
-
 def table(found: Sequence[Bill | None], offers: Sequence[Offer]) -> pandas.DataFrame:
     """A row for each offer."""
     rows = []
@@ -357,13 +334,6 @@ def answer(config: Config) -> Iterator[str]:
         )
     yield from _undivided(config)
     yield from arithmetic(config)
-    if config.deadline_days or config.budget:
-        for offer in config.parsed():
-            if largest := largest_model(config, offer):
-                yield (
-                    f"Largest model on {offer} {asked}, at the band's upper end: {largest[0]:.2g} parameters, "
-                    "20 tokens each."
-                )
     yield str(config.error)
 
 
@@ -393,48 +363,6 @@ def arithmetic(config: Config) -> Iterator[str]:
         yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin}{unsure})."
         if unlinked := scaling.without_peer_to_peer(card):
             yield f"{unlinked} Taken here: {scaling.REACHED:.0%} of PCIe's datasheet."
-
-
-# -- the two divisions
-
-
-@dataclass(frozen=True)
-class Divisions:
-    """Bytes and operations of a training over what some GPUs have: before any plan is made."""
-
-    states_bytes: float
-    """16 bytes per parameter: weights, gradients and Adam's moments in FP32, or a mixed-precision copy of them."""
-    weights_bytes: float
-    """2 per parameter: in 16 bits, nothing else."""
-    memory_bytes: float
-    """Of all GPUs together."""
-    flop: float
-    """6 per parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1)."""
-    peak_flop_s: float
-    """Of all GPUs together, dense, 16 bits."""
-
-    @property
-    def times_too_large(self) -> float:
-        """States over memory: above 1 they do not fit even if each byte is kept once."""
-        return self.states_bytes / self.memory_bytes
-
-    def days(self, share: float = 1.0) -> float:
-        """Of computing, if GPUs reach `share` of their peak and memory were no limit."""
-        return self.flop / (share * self.peak_flop_s) / DAY_S
-
-
-@cache
-def divisions(params: float, tokens: float, card: str, gpus: int) -> Divisions:
-    """The two divisions. BadInput for a card without a sourced memory or peak."""
-    row = hardware.spec(card)
-    require(bool(row and row.memory_gb and row.tflops("fp16")), f"no sourced memory and FP16 peak of {card!r} here")
-    return Divisions(
-        parallel_cost.STATE_BYTES * params,
-        2 * params,
-        gpus * row.memory_gb * 1e9,
-        6 * params * tokens,
-        gpus * row.tflops("fp16") * 1e12,
-    )
 
 
 def main() -> None:

@@ -32,7 +32,6 @@ Trap = Literal[
     "first_batch",
     "scaling",
     "random",
-    "sampler",
     "copy_on_write",
     "shm",
     "failures",
@@ -40,7 +39,6 @@ Trap = Literal[
 StartMethod = Literal["fork", "forkserver", "spawn"]
 HELD: tuple[Held, ...] = ("list of str", "NumPy array", "list of int", "torch tensor")
 SCALED = (0, 1, 2, 4, 8)
-RANKS, SAMPLED = 2, 11
 SMOKE = {
     "traps": ("workers", "first_batch", "shm", "failures"),
     "workers": 2,
@@ -170,20 +168,6 @@ def random(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("duplicate_share", "1", share, rank=0, across="ranks", trap="random", way=way, workers=n)
 
 
-def sampler(config: Config, rank: Rank) -> Iterator[Record]:
-    """DistributedSampler over 11 items and 2 ranks: who reads what in two epochs, and what is read twice or never."""
-    for set_epoch in (False, True):
-        for epoch in range(2):
-            for r, order in enumerate(trap_random.sampled(SAMPLED, RANKS, epoch, set_epoch)):
-                case = {"trap": "sampler", "set_epoch": set_epoch, "epoch": epoch, "of_rank": r}
-                yield rank.record("sampler_order", "item", order, rank=0, **case)
-    for drop_last in (False, True):
-        read = [i for order in trap_random.sampled(SAMPLED, RANKS, 0, True, drop_last) for i in order]
-        case = {"trap": "sampler", "drop_last": drop_last, "items": SAMPLED, "ranks": RANKS}
-        twice, never = [i for i in set(read) if read.count(i) > 1], sorted(set(range(SAMPLED)) - set(read))
-        yield rank.record("items_read", "items", len(read), rank=0, **case, twice=twice, never=never)
-
-
 def copy_on_write(config: Config, rank: Rank) -> Iterator[Record]:
     """Private memory of a worker while it reads objects that it shares with the trainer, until it writes to them."""
     objects = min(config.objects, 20_000) if config.smoke else config.objects
@@ -230,7 +214,6 @@ TRAPS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
     "first_batch": first_batch,
     "scaling": scaling,
     "random": random,
-    "sampler": sampler,
     "copy_on_write": copy_on_write,
     "shm": shm,
     "failures": failures,

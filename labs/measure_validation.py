@@ -1,10 +1,10 @@
 """Does the course's way of timing find what is there, and nothing else?
 
     python -m labs.measure_validation
-    torchrun --nproc-per-node 2 -m labs.measure_validation --parts overhead timer
+    torchrun --nproc-per-node 2 -m labs.measure_validation --parts planted
 
 About 18 s on 2 CPU cores. Rank 0 measures, the others wait. Differences of known size are planted, none among
-them, and counted when found; a neighbour moves in halfway; the clock's own cost and torch's own Timer are compared.
+them, and counted when found; a neighbour moves in halfway.
 """
 
 import contextlib
@@ -17,19 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.benchmark import Timer
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.timing import probing
 
 UNITS = 100  # of work in a step, so that one unit more is 1 %
 ARMS = {"A": 0, "A again": 0, "+2 %": 2, "+5 %": 5, "+10 %": 10}  # units more than UNITS
+LONG_STEP_S = 10e-3  # next to a neighbour: longer than a slice of the scheduler (3 ms)
 REPETITIONS = 12, 40  # the interval of 0 of 12 ends at 24 %, of 0 of 40 at 9 %
-LONG_STEP_S = 5e-3  # of the overhead; twice that next to a neighbour, longer than a slice of the scheduler (3 ms)
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Config:
     """What to validate and how often."""
 
     parts: tuple[str, ...] = ()
-    """What to do, of planted, neighbour, overhead, timer. Default: all."""
+    """What to do, of planted, neighbour. Default: all."""
     seconds: float = 11.0
     """Time for planted differences, in s: a slower machine makes fewer comparisons."""
     repetitions: int | None = None
@@ -155,7 +152,7 @@ def power(records: Records, pairs_list: Sequence[int] = (5, 10, 20, 40)) -> list
 
 def neighbour(config: Config, rank: Rank) -> Iterator[Record]:
     """A against the same A, while a neighbour moves in halfway: first all of one, and then in turn."""
-    work = work_of(2 * LONG_STEP_S / UNITS, rank.device)
+    work = work_of(LONG_STEP_S / UNITS, rank.device)
     sides = {side: functools.partial(work, UNITS) for side in "AB"}
     measure.warm_up(sides["A"], rank.device)
     rounds = 2 * config.pairs
@@ -202,58 +199,8 @@ def neighbour_on(device: torch.device) -> Iterator[Callable[[], None]]:
             thread.join()
 
 
-def overhead(config: Config, rank: Rank) -> Iterator[Record]:
-    """By what share two steps get longer when each has its own clock reads and synchronisations."""
-    step = functools.partial(work_of(LONG_STEP_S / UNITS, rank.device), UNITS)
-    measure.warm_up(step, rank.device)
-
-    def bare() -> None:
-        step()
-        step()
-
-    ways = {"bare": bare, "timed": lambda: measure.time_steps(step, 2, rank.device)}
-    seconds = measure.interleave(ways, 4 * config.pairs, rank.device, seed=config.seed)
-    added = [timed / plain - 1 for timed, plain in zip(seconds["timed"], seconds["bare"], strict=True)]
-    yield rank.record("overhead", "1", added, rank=0, step_ms=1e3 * LONG_STEP_S)
-
-
-def timer(config: Config, rank: Rank) -> Iterator[Record]:
-    """kit.measure and torch.utils.benchmark.Timer in turn on the same function: mean step of each turn."""
-    for function, step in functions(rank.device).items():
-        inner = probing.inner_calls(step, rank.device)
-        measure.warm_up(step, rank.device)
-        found: dict[str, list[float]] = {"kit.measure": [], "torch Timer": []}
-        by_torch = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-        ways = {
-            "kit.measure": lambda: statistics.fmean(measure.time_steps(step, inner, rank.device)),  # noqa: B023
-            "torch Timer": lambda: by_torch.timeit(inner).mean,  # noqa: B023
-        }
-        turns = {by: lambda by=by: found[by].append(ways[by]()) for by in ways}  # noqa: B023
-        measure.interleave(turns, config.pairs, rank.device, seed=config.seed)
-        for by, samples in found.items():
-            yield rank.record("step_s", "s", samples, rank=0, part="timer", function=function, by=by)
-        ratios = [ours / theirs for ours, theirs in zip(*found.values(), strict=True)]
-        yield rank.record("timer_ratio", "x", ratios, rank=0, function=function)
-
-
-def functions(device: torch.device) -> dict[str, Callable[[], object]]:
-    """A matrix product, an elementwise function over an array beyond the caches, and a training step of the CNN."""
-    on_cpu = device.type == "cpu"
-    x = torch.randn(2**21 if on_cpu else 2**27, device=device)
-    workload = models.build("cnn")
-    backward = probing.training_step(workload, 8 if on_cpu else 512, device)
-    optimizer = torch.optim.SGD(workload.module.parameters(), lr=1e-3)
-
-    def train() -> None:
-        backward()
-        optimizer.step()
-
-    product = probing.matmul_step("fp32", 384 if on_cpu else 4096, device)
-    return {"matrix product": product, "elementwise": lambda: torch.tanh(x), "training step": train}
-
-
 def answer(run: Records) -> Iterator[str]:
-    """How often it finds what is there and what is not, what a neighbour does, its cost, and torch's Timer."""
+    """How often it finds what is there and what is not, and what a neighbour does."""
     for r in run.where("intervals_with_1"):
         held = measure.proportion(round(r.value), r.case["repetitions"]).scaled(100, "%")
         yield f"The same code against itself, {r.case['pairs']} pairs: the interval holds 1 in {held}; 95 % is meant."
@@ -269,18 +216,9 @@ def answer(run: Records) -> Iterator[str]:
             ratio = measure.paired_ratio(*sides)
             end = "a difference that is not there" if measure.differs(ratio) else "no difference, as there is none"
             yield f"A neighbour moves in halfway, the same code {order}: {ratio}, {end}."
-    for r in run.where("overhead"):
-        added = measure.estimate([100 * s for s in r.samples], "%")
-        end = "" if measure.differs(added, 0) else ", no cost that this run can show"
-        yield f"Reading the clock around every step of {r.case['step_ms']:g} ms adds {added}{end}."
-    ratios = {r.case["function"]: measure.estimate(r.samples, "x") for r in run.where("timer_ratio")}
-    if ratios:
-        apart = [f"{name} {ratio}" for name, ratio in ratios.items() if measure.differs(ratio)]
-        said = f"differ: {', '.join(apart)}" if apart else "show no difference in this run"
-        yield f"On {len(ratios)} functions this clock and torch's Timer {said}."
 
 
-PARTS = {"planted": planted, "neighbour": neighbour, "overhead": overhead, "timer": timer}
+PARTS = {"planted": planted, "neighbour": neighbour}
 
 if __name__ == "__main__":
     cli.main()

@@ -6,9 +6,9 @@
 
 About 15 s on 2 CPU cores. Every step of a large model is traced on tensors that have a shape and no memory, by the
 rules of a GPU, which is not needed: ResNet-152 and BERT-large with and without activation checkpointing, GPT-2 with its
-loss whole and in chunks. GPT-3 is judged by its states. Small models are traced by the rules of this machine and then
-really trained, to compare; on a GPU so are large ones that fit. Not in a trace: workspace of kernels, CUDA's context,
-fragmentation. A trace is the work of one process: ResNet's are those of the last rank, all others of the first.
+loss whole and in chunks. Small models are traced by the rules of this machine and then really trained, to compare; on a
+GPU so are large ones that fit. Not in a trace: workspace of kernels, CUDA's context, fragmentation. A trace is the work
+of one process: ResNet's are those of the last rank, all others of the first.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_layout(config: Config, world_size: int) -> None:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """ResNet-152, which takes half of the time, on the last rank; all others on the first, as `model` is."""
-    large, rest = ([_own], []) if config.model else ([_bert_large, _gpt2], [_gpt3, _small])
+    large, rest = ([_own], []) if config.model else ([_bert_large, _gpt2], [_small])
     if rank.rank != 0:
         large, rest = [], []
     if rank.rank == rank.world_size - 1 and not config.model:
@@ -206,15 +206,6 @@ def _gpt2(config: Config, rank: Rank) -> Iterator[Record]:
 def _resident_bytes() -> int:
     """What this process has needed at most up to now."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _gpt3(config: Config, rank: Rank) -> Iterator[Record]:
-    """Parameters, gradients and Adam's state of GPT-3, and the memory of eight A100."""
-    parameters, card = oracle.GptShape().parameters, "A100 80GB SXM"
-    case = {"kind": "modelled", "rank": 0}
-    yield rank.record("states_bytes", "B", oracle.states_bytes(parameters), model="gpt3", parameters=parameters, **case)
-    if memory := memory_bytes(card):
-        yield rank.record("cluster_bytes", "B", 8 * memory, gpu=card, cards=8, **case)
 
 
 def _small(config: Config, rank: Rank) -> Iterator[Record]:

@@ -6,23 +6,15 @@
 About 13 s on 2 CPU cores. Rank 0 works, the other ranks wait.
   accumulation   one batch cut into micro-batches: peak, gradient, time
   remedies       each remedy on a model full of activations and on one full of states
-  offload        what save_on_cpu moves in a step, and the step's time with it
   leaks          training loops that hold on to tensors: bytes after each step, the peak so far, the line they come from
-  fragmentation  (modelled) a pattern that CUDA's caching allocator cannot serve, and what empty_cache changes
-  lengths        (modelled) steps of BERT with changing lengths in CUDA's caching allocator, on devices of many sizes
-  summary        what torch.cuda's memory functions answer here
-  gpu            on a GPU only: the real allocator, its counters, empty_cache's price, cudnn.benchmark's peak
 Peaks are those of torch's allocator, on a CPU as the profiler lists what it hands out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
@@ -32,27 +24,16 @@ from labs.parts import models
 from labs.parts.oracle.reality import measured
 from labs.parts.oracle.step import step
 from labs.parts.remedies import leaks as leaking
-from labs.parts.remedies import on_gpu, ways_out
-from labs.parts.remedies.blocks import MIB
-from labs.parts.remedies.caching_allocator import Stats
+from labs.parts.remedies import ways_out
 from labs.parts.remedies.offload import offloaded
-from labs.parts.remedies.requests import bert_run, draw_lengths
 from labs.parts.remedies.ways_out import predict
-from labs.parts.remedies.ways_to_allocate import PATTERN_WAYS, PLAIN, WAYS, Outcome, fragment, train
 
-Part = Literal["accumulation", "remedies", "offload", "leaks", "fragmentation", "lengths", "summary", "gpu"]
-CALLS = ("memory_summary", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats", "empty_cache")
-UNLIMITED = "unlimited"
-HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3)
-PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
-WHOLE_IN_NOTEBOOKS = True  # simulated allocators: on fewer batches and devices they would tell other facts
+Part = Literal["accumulation", "remedies", "leaks"]
 SMOKE = {
     "models": ("mlp",),
     "rows": (16,),
     "cuts": (1, 2),
     "steps": 3,
-    "lengths": 2,
-    "batches": 4,
 }  # with --smoke in a shell
 
 
@@ -69,20 +50,15 @@ class Config:
     cuts: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of micro-batches of accumulation."""
     seconds: float = 0.8
-    """Time for all rounds of accumulation, in s, and again for those of offload. A slower machine takes fewer
-    rounds and has wider intervals."""
+    """Time for all rounds of accumulation, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
     """Times that their steps take turns; by default as many as fit into `seconds`, at least 6."""
     steps: int = 8
     """Steps of each loop of leaks."""
-    lengths: int = 8
-    """Different lengths among the batches of lengths."""
-    batches: int = 40
-    """Steps of each run of lengths."""
     seed: int = 0
-    """Seed of models, data and lengths."""
+    """Seed of models and data."""
     smoke: bool = False
-    """Fewer micro-batches, remedies, lengths and devices."""
+    """Fewer micro-batches and remedies."""
 
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must hold some of {', '.join(Part.__args__)}")
@@ -97,8 +73,6 @@ class Config:
         )
         measure.require_budget(self.seconds, self.rounds)
         require(self.steps >= 3, f"steps must be at least 3, not {self.steps}: growth needs a first and a last one")
-        require(2 <= self.lengths <= 100, f"lengths must be from 2 to 100, not {self.lengths}")
-        require(self.batches >= 4, f"batches must be at least 4, not {self.batches}")
         models.require_known(*self.models, option="models")
 
 
@@ -161,24 +135,6 @@ def remedies(config: Config, rank: Rank) -> Iterator[Record]:
                 yield rank.record("peak_bytes", "B", peak, rank=0, **case)
 
 
-def offload(config: Config, rank: Rank) -> Iterator[Record]:
-    """Bytes that save_on_cpu moves in a step, there and back again, and a step's time with it and without."""
-    model, rows = config.models[0], config.rows[0]
-    plain = models.make(model, config.seed)
-    plain.module.to(rank.device)
-    away = offloaded(plain)
-    batch = [t.to(rank.device) for t in plain.make_batch(rows)]
-    turns = {name: ways_out.steps(w, *batch, (1,))[1] for name, w in (("plain", plain), (ways_out.OFFLOAD, away))}
-    for turn in turns.values():
-        turn()
-    moved = away.module.moved_bytes
-    case = {"part": "offload", "model": model, "rows": rows}
-    if rank.device.type == "cpu":
-        yield rank.record("moved_bytes", "B", moved, rank=0, **case)
-    for name, samples in measure.interleave(turns, measure.rounds_of(config), rank.device).items():
-        yield rank.record("step_s", "s", samples, rank=0, way=name, **case)
-
-
 def leaks(config: Config, rank: Rank) -> Iterator[Record]:
     """(B40) Loops with and without a leak: live bytes after each step, the peak so far, where what is left was made."""
     for name, loop in leaking.LOOPS.items():
@@ -195,82 +151,10 @@ def leaks(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("site_share", "1", found.share, rank=0, **where, **case)
 
 
-def fragmentation(config: Config, rank: Rank) -> Iterator[Record]:
-    """(B33, D22) Large tensors go, smaller ones come, one as large as all that is free cannot be had."""
-    for way in PATTERN_WAYS:
-        found = fragment(way, *PATTERN, capacity_bytes=PATTERN[0] * PATTERN[1])
-        case = {"part": "fragmentation", "way": way}
-        yield rank.record("fits", "1", float(found.fits), kind="modelled", rank=0, **case)
-        yield from _stats(found.stats, case, rank)
-
-
-def lengths(config: Config, rank: Rank) -> Iterator[Record]:
-    """(B33, D22, C26) A run of BERT whose batches have different lengths, on devices of many sizes."""
-    lengths, batches = (
-        (min(3, config.lengths), min(8, config.batches)) if config.smoke else (config.lengths, config.batches)
-    )
-    drawn = draw_lengths(lengths, batches, config.seed)
-    work = bert_run(drawn, rows=8)
-    unlimited = {way: train(work, drawn, use) for way, use in WAYS.items()}
-    needed = unlimited[PLAIN].stats.allocated_peak_bytes
-    for way, use in WAYS.items():
-        yield from _run_of(unlimited[way], {"part": "lengths", "way": way, "headroom": UNLIMITED}, rank)
-        for headroom in HEADROOMS[::5] if config.smoke else HEADROOMS:
-            # A device that has all that the allocator ever takes decides nothing: the run is the one without a limit.
-            enough = headroom * needed >= unlimited[way].stats.reserved_peak_bytes
-            found = unlimited[way] if enough else train(work, drawn, use, headroom * needed)
-            yield from _run_of(found, {"part": "lengths", "way": way, "headroom": headroom}, rank)
-
-
-def _run_of(found: Outcome, case: dict, rank: Rank) -> Iterator[Record]:
-    yield rank.record("fits", "1", float(found.fits), kind="modelled", rank=0, **case)
-    yield rank.record("lasting_allocs", "calls/step", found.lasting_allocs, kind="modelled", rank=0, **case)
-    yield from _stats(found.stats, case, rank)
-
-
-def _stats(stats: Stats, case: dict, rank: Rank) -> Iterator[Record]:
-    for name in ("allocated_peak_bytes", "reserved_peak_bytes"):
-        yield rank.record(name, "B", getattr(stats, name), kind="modelled", rank=0, **case)
-    for name in ("num_device_alloc", "num_device_free", "num_alloc_retries"):
-        yield rank.record(name, "calls", getattr(stats, name), kind="modelled", rank=0, **case)
-
-
-def summary(config: Config, rank: Rank) -> Iterator[Record]:
-    """(B30, B40) What the functions say that the articles ask: without CUDA some say 0, some raise."""
-    for call in CALLS:
-        answer, raised = "", ""
-        try:
-            answer = str(getattr(torch.cuda, call)())
-        except Exception as e:  # whatever this build of torch raises is the answer
-            raised = f"{type(e).__name__}: {e}"
-        case = {"part": "summary", "call": f"torch.cuda.{call}()", "words": raised, "answer": answer[:60]}
-        yield rank.record("raised", "errors", int(bool(raised)), rank=0, **case)
-
-
-def gpu(config: Config, rank: Rank) -> Iterator[Record]:
-    """(B30, B33, B38, C26) On a GPU only; nothing elsewhere."""
-    if rank.device.type == "cuda":
-        rounds = config.rounds or measure.LEAST_ROUNDS
-        for metric, unit, samples, case in on_gpu.all_parts(rank.device, PATTERN, rounds):
-            yield rank.record(metric, unit, samples, rank=0, part="gpu", **case)
-
-
 def separates(records: Records, metric: str) -> bool:
     """Whether every loop that leaks has a last `metric` above those of all loops that do not."""
     clean, leaky = ([r.samples[-1] for r in records.where(metric, leaks=leaks)] for leaks in (False, True))
     return min(leaky) > max(clean)
-
-
-def enough_headroom(records: Records, way: str) -> float:
-    """Memory, as a multiple of what tensors need at most, from which on a run in this `way` always fits.
-
-    inf if the largest device is too small. Not the first that fits: a little more can fragment in another way.
-    """
-    found = [r for r in records.where("fits", part="lengths", way=way) if r.case["headroom"] != UNLIMITED]
-    found.sort(key=lambda r: r.case["headroom"])
-    failed = [i for i, r in enumerate(found) if not r.value]
-    first = failed[-1] + 1 if failed else 0
-    return found[first].case["headroom"] if first < len(found) else math.inf
 
 
 def answer(run: Records) -> Iterator[str]:
@@ -291,13 +175,6 @@ def answer(run: Records) -> Iterator[str]:
                 f"whole batch; "
                 f"gradients differ by at most {error:.1g} (relative)."
             )
-    if moved := run.where("moved_bytes", part="offload"):
-        plain, away = (run.one("step_s", part="offload", way=w).samples for w in ("plain", ways_out.OFFLOAD))
-        yield (
-            f"save_on_cpu would move {moved[0].value / 1e6:.1f} MB there and as much back in a step; here, "
-            f"copied within "
-            f"one memory, the step takes {measure.paired_ratio(away, plain)} the time."
-        )
     if run.where("growth_bytes", part="leaks"):
         yield (
             "Growth from step to step tells every loop that leaks from those that do not"
@@ -305,25 +182,12 @@ def answer(run: Records) -> Iterator[str]:
             if separates(run, "growth_bytes")
             else "Growth does not tell all leaks in this run."
         )
-    if lasting := run.where("lasting_allocs", part="lengths", headroom=UNLIMITED):
-        enough = {r.case["way"]: enough_headroom(run, r.case["way"]) for r in lasting}
-        best = min(enough, key=enough.__getitem__)
-        if enough[best] < math.inf:
-            yield (
-                f"Batches of changing length (simulated, not a GPU): {enough.get(PLAIN, math.inf):g} x what tensors "
-                f"need always fits as it is, {enough[best]:g} x with {best}."
-            )
 
 
 PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
     "accumulation": accumulation,
     "remedies": remedies,
-    "offload": offload,
     "leaks": leaks,
-    "fragmentation": fragmentation,
-    "lengths": lengths,
-    "summary": summary,
-    "gpu": gpu,
 }
 
 

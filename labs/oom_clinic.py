@@ -8,8 +8,8 @@ About 20 s on 2 CPU cores. Small programs run out of memory, each by another cau
 limit ends: a limit of the kernel, a small /dev/shm, or a watcher that kills as the kernel's out-of-memory killer does.
 From the signs alone (levels, growth from step to step, in which process, message, exit code) the cause is named. Then
 each cure is tried on each program without a limit: the memory that it takes at most, with the cure and without. It all
-happens in the host's memory, on a machine with GPUs, too; fragmentation, which only their allocator has, is modelled.
-empty_cache does nothing there: malloc_trim is tried in its place, and empty_cache in the model alone.
+happens in the host's memory, on a machine with GPUs, too. empty_cache does nothing there: malloc_trim is tried in its
+place.
 
 Records, case fields in brackets:
   named            1 if the cause that was planted is the one named [cause, end, size, seed, named, sentence, message,
@@ -18,7 +18,7 @@ Records, case fields in brackets:
   growth_bytes     what each step leaves [of: trainer, workers, tensors, batches; and as above]
   left             what each step leaves, in numbers [of: tensors, nodes; and as above]
   needed_bytes     the most that a program takes of the memory that it runs out of [cause, cure ("none": as it is),
-                   memory: trainer, workers, shared, addresses, device]; of a device it is modelled
+                   memory: trainer, workers, shared, addresses]
   tensor_bytes     the most bytes of tensors in the trainer [cause, cure]
   left_bytes       what each step still leaves in the trainer [cause, cure]
   predicted_bytes  needed_bytes by a formula, for the causes that have one [cause, cure]
@@ -41,24 +41,21 @@ from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.faults import memory_end, memory_faults
 from labs.parts.faults.memory_end import OLD_HABITS, Signs, Trial, run_until_end
-from labs.parts.faults.memory_faults import CURES, ENDS, FRAGMENTATION, LOADER, MIB, TRIM, WHAT, Cure
+from labs.parts.faults.memory_faults import CURES, ENDS, LOADER, MIB, TRIM, WHAT, Cure
 from labs.parts.oracle.step import step
-from labs.parts.remedies.ways_to_allocate import BETWEEN, EXPANDABLE, LATE, PLAIN, fragment
 from labs.parts.traps.datasets import workers_now
 from labs.parts.traps.shm import in_flight_bytes
 
 Part = Literal["ends", "cures"]
 NOBODY = "none"
-PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
 END_STEPS, CURE_STEPS = 20, 5
 LEAKS = ("graph", "outputs", "closure", "python_objects")
 SAME_SAMPLES = "it runs for the same number of samples, so for twice as many steps"
 INSTEAD = "in place of empty_cache, which does nothing on a CPU"
-OF_DEVICE = {"empty_cache when it is late": LATE, "empty_cache": BETWEEN, "expandable segments": EXPANDABLE}
 LEAST_SHARE, LEAST_BYTES = 0.1, 4 * MIB
 """A cure that gives less than this share of what is needed, or less than these bytes, gave nothing: two runs of one
 program differ by up to 3 MB of resident memory."""
-SMOKE = {"causes": ("states", "graph", "shared_memory", FRAGMENTATION), "cures": ("half the batch", "detach()")}
+SMOKE = {"causes": ("states", "graph", "shared_memory"), "cures": ("half the batch", "detach()")}
 
 
 @dataclass(frozen=True)
@@ -101,13 +98,6 @@ class Diagnosis(NamedTuple):
 
 def name(s: Signs) -> Diagnosis:
     """The cause, from signs alone: what the message says, who has most, what grows, what it consists of."""
-    tried, unallocated = numbers_of(s.message)
-    if 0 < tried <= unallocated:
-        return Diagnosis(
-            FRAGMENTATION,
-            f"{_mb(unallocated)} are reserved but not in use, {_mb(tried)} could not be "
-            "had: what is free is in pieces.",
-        )
     if re.search(r"shared memory|bus error|/torch_", s.message, re.IGNORECASE):
         return Diagnosis(
             "shared_memory", "The message is about shared memory, through which workers hand batches over."
@@ -130,6 +120,7 @@ def name(s: Signs) -> Diagnosis:
     if s.steps * s.trainer_growth > SHARE_OF_LEAK * s.trainer:
         return _leak(s)
     refused = re.search(r"allocate memory|MemoryError|Errno 12", s.message)
+    tried = asked_for(s.message)
     if refused and s.limit_bytes and s.trainer + tried < 0.5 * s.limit_bytes:
         return Diagnosis(
             "address_space",
@@ -175,23 +166,10 @@ def _leak(s: Signs) -> Diagnosis:
     return Diagnosis("outputs", f"{per_step}: {s.tensors_left:.0f} tensor, and no graph that would hold it.")
 
 
-def numbers_of(message: str) -> tuple[float, float]:
-    """(bytes that were asked for, bytes reserved but unallocated) in a message of torch's allocators; 0: not told.
-
-    Of CUDA's in its present form and in the one before torch 1.13 (allocated, reserved in total), and of the CPU's.
-    """
-
-    def found(pattern: str) -> float:
-        hit = re.search(pattern, message, re.IGNORECASE)
-        return float(hit[1]) * UNITS[(hit[2] or "bytes").lower()] if hit else 0.0
-
-    amount = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-    tried = found(f"tried to allocate {amount}")
-    unallocated = found(f"{amount} (?:is|are) reserved (?:by PyTorch )?but unallocated")
-    return tried, unallocated or found(f"{amount} reserved in total") - found(f"{amount} already allocated")
-
-
-UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+def asked_for(message: str) -> float:
+    """Bytes that a message of torch's allocator of the CPU's memory says were asked for; 0: not told."""
+    hit = re.search(r"tried to allocate (\d+) bytes", message)
+    return float(hit[1]) if hit else 0.0
 
 
 def predict(cause: str, cure: Cure) -> float | None:
@@ -215,7 +193,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     if rank.rank == 0:
         before = {w.pid for w in workers_now()}
         if not memory_end.LINUX:
-            print("oom_clinic: only fragmentation is tried: limits and counts of a process's memory are Linux's here")
+            print("oom_clinic: nothing is tried: limits and counts of a process's memory are Linux's here")
         with unpinned(rank):
             for part in config.parts:
                 yield from PARTS[part](config, rank)
@@ -240,10 +218,6 @@ def ends(config: Config, rank: Rank) -> Iterator[Record]:
         case = {"cause": planted, "end": trial.end, "size": round(trial.size, 3), "seed": trial.seed}
         yield from _of_signs(signs, case, rank)
         rank.progress(done, len(trials), f"{planted}, {trial.end}")
-    if FRAGMENTATION in config.causes:
-        signs = memory_end.from_message(memory_faults.fragmented(*PATTERN))
-        case = {"cause": FRAGMENTATION, "end": "modelled", "size": 1.0, "seed": 0}
-        yield from _of_signs(signs, case, rank, kind="modelled")
 
 
 def _run(trials: list[Trial], config: Config, rank: Rank) -> Iterator[Signs]:
@@ -251,21 +225,18 @@ def _run(trials: list[Trial], config: Config, rank: Rank) -> Iterator[Signs]:
     return run_until_end(trials, config.at_once, "fork" if rank.device.type == "cpu" else "forkserver")
 
 
-def _of_signs(s: Signs, case: dict, rank: Rank, kind: Literal["measured", "modelled"] = "measured") -> Iterator[Record]:
+def _of_signs(s: Signs, case: dict, rank: Rank) -> Iterator[Record]:
     named = name(s)
     case |= {"exit_code": s.exit_code, "steps": s.steps, "message": s.message}
     yield rank.record(
         "named",
         "",
         float(named.cause == case["cause"]),
-        kind=kind,
         rank=0,
         named=named.cause,
         sentence=named.sentence,
         **case,
     )
-    if kind == "modelled":
-        return
     levels = {
         "trainer": s.trainer,
         "workers": s.workers,
@@ -314,8 +285,6 @@ def cures(config: Config, rank: Rank) -> Iterator[Record]:
         if (expected := predict(cause, named[cure])) is not None:
             yield rank.record("predicted_bytes", "B", expected, kind="modelled", rank=0, **case)
         rank.progress(done, len(todo), f"{cause}: {cure}")
-    if FRAGMENTATION in config.causes:
-        yield from _fragmentation(rank)
 
 
 def _steps(cause: str, cure: Cure) -> int:
@@ -328,27 +297,6 @@ def memory_of(cause: str) -> str:
     """Which memory a cause fills."""
     return {"prefetch": "shared", "shared_memory": "shared", "address_space": "addresses"}.get(
         cause, "workers" if cause in LOADER else "trainer"
-    )
-
-
-def _fragmentation(rank: Rank) -> Iterator[Record]:
-    """Bytes that the simulated allocator takes from a device that has enough."""
-    count, large, small = PATTERN
-    for cure, way in {NOBODY: PLAIN, **OF_DEVICE}.items():
-        found = fragment(way, count, large, small, math.inf).stats
-        yield rank.record(
-            "needed_bytes",
-            "B",
-            found.reserved_peak_bytes,
-            kind="modelled",
-            rank=0,
-            memory="device",
-            cause=FRAGMENTATION,
-            cure=cure,
-        )
-    half = fragment(PLAIN, count, large // 2, small // 2, math.inf).stats.reserved_peak_bytes
-    yield rank.record(
-        "needed_bytes", "B", half, kind="modelled", rank=0, memory="device", cause=FRAGMENTATION, cure="half the batch"
     )
 
 
@@ -413,17 +361,6 @@ def confusion(run: Records) -> dict[tuple[str, str], int]:
         pair = r.case["cause"], r.case["named"]
         found[pair] = found.get(pair, 0) + 1
     return found
-
-
-def prediction_errors(run: Records) -> dict[tuple[str, str], float]:
-    """{(cause, cure): needed / predicted - 1}."""
-    rows = run.where("predicted_bytes")
-    return {
-        (r.case["cause"], r.case["cure"]): run.one("needed_bytes", **{k: r.case[k] for k in ("cause", "cure")}).value
-        / r.value
-        - 1
-        for r in rows
-    }
 
 
 def answer(run: Records) -> Iterator[str]:

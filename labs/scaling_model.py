@@ -220,11 +220,6 @@ def blind() -> Iterator[str]:
     )
     held = ", ".join(f"{p.row.series} on {p.row.config} {p.error:+.0%}" for p in blind_test.judged(held_out=True))
     yield f"Held out while the model was built: {held}."
-    worst, factor = blind_test.outlier()
-    yield (
-        f"The row that stands out from both neighbours: {worst.row.table}, {worst.row.series} on "
-        f"{worst.row.config}, {factor:.2f} times what they suggest."
-    )
 
 
 def table(config: Config) -> pandas.DataFrame:

@@ -3,7 +3,6 @@
     python -m labs.slow_link                                    # launches its own ranks
     python -m labs.slow_link --model mlp --batch-size 64 --mb-s 800 400 200 100 50 25
     python -m labs.slow_link --sizes 1048576 4194304 16777216 --mb-s 500 200 50 10      # the formula at 16 points
-    python -m labs.slow_link --latency-ms 5                     # as between cities: hooks wait, which is emulated
     torchrun --nproc-per-node 2 -m labs.slow_link               # paces the real network between machines, too
 
 About 12 s on 2 CPU cores. The wire is real: gloo's TCP connections, which the kernel is told to pace. At each bandwidth
@@ -46,8 +45,6 @@ class Config:
     """Bandwidths of the wire in each direction, in 10^6 byte/s, besides the wire as it is."""
     sizes: tuple[int, ...] = ()
     """Bytes of more vectors, whose all-reduce is held against the formula at each bandwidth, as the gradients' is."""
-    latency_ms: float = 0.0
-    """Each all-reduce ends so many ms later, on every wire. Always emulated: a hook waits."""
     delayed: bool = False
     """Act the wire out by hooks that wait, where the kernel could pace it, too. Always so where it cannot."""
     bucket_cap_mb: float = 25.0
@@ -69,7 +66,6 @@ class Config:
             all(s >= 4 and s % 4 == 0 for s in self.sizes) and len(set(self.sizes)) == len(self.sizes),
             f"sizes must be different multiples of 4 bytes, not {self.sizes}",
         )
-        require(0 <= self.latency_ms <= 1000, f"latency_ms must be 0 to 1000, not {self.latency_ms:g}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         measure.require_budget(self.seconds, self.rounds)
         models.require_known(self.model)
@@ -100,13 +96,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(step, 2 if config.smoke else 5, rank.device)
     yield rank.record("gradient_bytes", "B", size)
     yield from wire.how(rank, config.delayed)
-    latency_s = min(timed(partial(dist.all_reduce, torch.zeros(8)), 12, rank)) + config.latency_ms / 1e3
+    latency_s = min(timed(partial(dist.all_reduce, torch.zeros(8)), 12, rank))
     yield rank.record("latency_s", "s", latency_s)
     wires = [NO_PACE, *sorted(config.mb_s, reverse=True)[: 1 if config.smoke else None]]
     for done, mb_s in enumerate(wires, start=1):
-        seconds = wire.in_turn(
-            steps, config, rank, 1 / len(wires), mb_s, latency_s=config.latency_ms / 1e3, delayed=config.delayed
-        )
+        seconds = wire.in_turn(steps, config, rank, 1 / len(wires), mb_s, delayed=config.delayed)
         for name, x in vectors.items():
             metric = "all_reduce_s" if name == "all_reduce" else "sized_all_reduce_s"
             if mb_s != NO_PACE:
@@ -126,7 +120,7 @@ def _training(config: Config, rank: Rank) -> dict[str, Callable[[], object]]:
         module: nn.Module = workload.module
         if way == "ddp":
             module = DistributedDataParallel(module, bucket_cap_mb=config.bucket_cap_mb)
-            if config.delayed or config.latency_ms or not wire.can_pace():
+            if config.delayed or not wire.can_pace():
                 delay.hold(module)
         x, y = workload.make_batch(config.batch_size)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)

@@ -6,8 +6,6 @@
 About 12 s on 2 CPU cores. Two kinds of delay with the same mean are planted on real ranks: small ones in every step
 (exponential), and long ones in a few steps (rare). A step is a sleep, which stands for the work of a device, the delay,
 and an all-reduce, which ends when the last rank has come. Groups of 1, 2, 4, ... ranks take turns.
-Then the ranks that have a core each train alone, side by side: does one rank's list of step times tell what the slowest
-of several takes?
 """
 
 from __future__ import annotations
@@ -28,17 +26,15 @@ from labs.kit.errors import require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
 from labs.parts.planning import slowest
 
 Kind = Literal["exponential", "rare"]
 KINDS: tuple[Kind, ...] = Kind.__args__
-REAL_PART = 0.25  # of the seconds: for real training steps
 
 
 @dataclass(frozen=True)
 class Config:
-    """Delays to plant, and what is trained beside them."""
+    """Delays to plant."""
 
     work_ms: float = 5.0
     """Sleep of every rank in every step, in ms: the work of a device, the same on all ranks."""
@@ -46,25 +42,19 @@ class Config:
     """Mean delay of a rank in a step, in ms, of both kinds."""
     rare_share: float = 0.05
     """Share of a rank's steps that a rare delay hits; it lasts mean_ms / rare_share."""
-    model: str = "mlp"
-    """What the ranks with a core of their own train: one of labs.models.MODELS, or package.module:factory."""
-    batch_size: int = 64
-    """Samples of one of its steps."""
     seconds: float = 10.0
     """Time for all, in s. A slower machine takes fewer steps and has wider intervals."""
     rounds: int | None = None
     """Steps of each group and kind; by default as many as fit, at least 6."""
     seed: int = 0
-    """Seed of the delays and of the model."""
+    """Seed of the delays."""
     smoke: bool = False
     """Two steps of each group."""
 
     def __post_init__(self) -> None:
         require(self.work_ms >= 0 and self.mean_ms > 0, "work_ms must not be negative, and mean_ms must be positive")
         require(0 < self.rare_share <= 1, f"rare_share must be above 0 and at most 1, not {self.rare_share}")
-        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         measure.require_budget(self.seconds, self.rounds)
-        models.require_known(self.model)
 
 
 def group_sizes(world_size: int) -> list[int]:
@@ -90,7 +80,7 @@ def draw_ms(config: Config, kind: Kind, dice: random.Random) -> float:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Planted delays in groups of every size, in turn; then real steps of ranks that have a core."""
+    """Planted delays in groups of every size, in turn."""
     drawn: dict[tuple[Kind, int], list[float]] = {}
     steps: dict[tuple[Kind, int], Callable[[], None]] = {}
     for kind in KINDS:
@@ -107,7 +97,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         step()  # connections are made at the first collective of a group
     for mine in drawn.values():
         mine.clear()
-    rounds = measure.rounds_of(config, rank.slowest, 1 - REAL_PART)
+    rounds = measure.rounds_of(config, rank.slowest)
     seconds = measure.interleave(
         steps,
         rounds,
@@ -122,7 +112,6 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("step_s", "s", predict(config, kind, n), kind="modelled", **case)
         yield rank.record("planted_s", "s", [1e-3 * (config.work_ms + ms) for ms in last], kind="modelled", **case)
         yield rank.record("step_s", "s", rank.slowest(samples), **case)
-    yield from real_steps(config, rank)
 
 
 def delayed_step(work_ms: float, plan: Callable[[], float], drawn: list[float], group: dist.ProcessGroup) -> None:
@@ -134,26 +123,6 @@ def delayed_step(work_ms: float, plan: Callable[[], float], drawn: list[float], 
 
 def _idle() -> None:
     """Another group's turn; the next barrier is the wait."""
-
-
-def real_steps(config: Config, rank: Rank) -> Iterator[Record]:
-    """Step times of ranks that train alone and begin each step together; as many ranks as there are cores."""
-    active = max(1, min(rank.world_size, len(rank.host_cores) or rank.world_size))
-    workload = models.build(config.model, config.seed)
-    x, y = workload.make_batch(config.batch_size)
-    optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.01)
-
-    def train_step() -> None:
-        optimizer.zero_grad()
-        workload.loss(workload.module(x), y).backward()
-        optimizer.step()
-
-    mine = train_step if rank.rank < active else _idle
-    measure.time_steps(mine, 3 if config.smoke else 20, rank.device)
-    rounds = 4 if config.smoke else measure.Budget(REAL_PART * config.seconds, rank.slowest, least=50, most=1000)
-    found = measure.interleave({"step": mine}, rounds, rank.device, between=rank.barrier)["step"]
-    for r, samples in enumerate(rank.gather(found)[:active]):
-        yield rank.record("real_step_s", "s", samples, of_rank=r)
 
 
 def measured(run: Records, kind: Kind) -> dict[int, Estimate]:
@@ -172,31 +141,8 @@ def planted(run: Records, kind: Kind) -> dict[int, float]:
     return {r.case["ranks"]: float(np.mean(r.samples)) for r in run.where("planted_s", delays=kind)}
 
 
-def real(run: Records) -> tuple[Estimate, Estimate, float]:
-    """(mean step of the first rank, of the slowest at each step, what the first rank's list alone predicts for it).
-
-    All in seconds. With one rank all three are the same.
-    """
-    every = [r.samples for r in run.where("real_step_s")]
-    worst = tuple(max(step) for step in zip(*every, strict=True))
-    return measure.mean(every[0], "s"), measure.mean(worst, "s"), slowest.of_samples(every[0], len(every))
-
-
-def beyond_one_list(run: Records, resamples: int = 400) -> Estimate:
-    """Seconds that the slowest takes more than one rank's list foretells, with a 95 % interval.
-
-    Steps are resampled whole, with all ranks' times: the list and what is held against it share their luck.
-    """
-    every = np.asarray([r.samples for r in run.where("real_step_s")], float)
-    draw = np.random.default_rng(0).integers(every.shape[1], size=(resamples, every.shape[1]))
-    gaps = [every[:, i].max(axis=0).mean() - slowest.of_samples(every[0, i], len(every)) for i in draw]
-    low, high = np.percentile(gaps, [2.5, 97.5])
-    value = every.max(axis=0).mean() - slowest.of_samples(every[0], len(every))
-    return Estimate(float(value), float(low), float(high), every.shape[1], "s")
-
-
 def answer(run: Records) -> Iterator[str]:
-    """What waiting costs with each kind of delay, how well it is foretold, and what real steps do."""
+    """What waiting costs with each kind of delay, and how well it is foretold."""
     for kind in KINDS:
         found, told, lots = measured(run, kind), formula(run, kind), planted(run, kind)
         n = max(found)
@@ -204,13 +150,6 @@ def answer(run: Records) -> Iterator[str]:
             f"{kind.capitalize()} delays, {run[0].config['mean_ms']:g} ms in the mean: a step of 1 rank takes "
             f"{found[1]}, of {n} ranks {found[n]}. The formula says {1e3 * told[n]:.1f} ms, and "
             f"{1e3 * lots[n]:.1f} ms for the delays that were drawn."
-        )
-    ranks = len(run.where("real_step_s"))
-    if ranks > 1:
-        first, worst, told = real(run)
-        yield (
-            f"Real steps: {first} on one rank, {worst} for the slowest of {ranks}. One rank's list of times alone "
-            f"would say {1e3 * told:.2f} ms."
         )
 
 

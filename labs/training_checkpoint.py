@@ -11,7 +11,6 @@ its verdict. A power cut, which fsync is for, cannot be tried here: a killed pro
 
 import contextlib
 import itertools
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,8 +30,7 @@ from labs.parts.checkpoints.resume import Comparison, compare, refusal, without
 from labs.parts.checkpoints.training import Forgotten, Training, states
 from labs.parts.checkpoints.writers import WAYS
 
-Trial = Literal["resume", "save_time", "kills", "corruptions", "two_writers", "full_disk"]
-PARAMETERS = 53_514  # of the perceptron
+Trial = Literal["resume", "save_time", "kills", "corruptions"]
 LEAST_KILLS, MOST_KILLS = 30, 100  # the interval of 0 of 30 ends at 11 %, of 0 of 100 at 4 %
 SMOKE = {
     "forgotten": ("data",),
@@ -66,15 +64,15 @@ class Config:
     kills: int | None = None
     """Writers killed, for each of the ways in place, rename and full; by default 30 to 100, as there is time."""
     kill_bytes: int = 2**18
-    """Size of the checkpoints of kills, two_writers and full_disk."""
+    """Size of the checkpoints of kills."""
     corruptions: int = 200
     """Damaged files."""
     seconds: float = 10.0
-    """Time for all rounds of save_time, and again for all kills, in s. A slower machine has fewer: wider intervals."""
+    """Time for all saves of save_time, and again for all kills, in s. A slower machine has fewer: wider intervals."""
     rounds: int | None = None
-    """Times that the ways of save_time take turns; by default as many as fit into `seconds`, at least 6."""
+    """Saves of save_time; by default as many as fit into `seconds`, at least 6."""
     large_bytes: int = 2**25
-    """Size of the larger state of save_time: 2**25 is that of 2.8 million parameters with AdamW."""
+    """Size of the state of save_time: 2**25 is that of 2.8 million parameters with AdamW."""
     folder: str = ""
     """A folder on the disk to try; empty is the system's folder for temporary files."""
     seed: int = 0
@@ -107,15 +105,14 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def predict(config: Config, ranks: int) -> dict[str, float]:
-    """In closed form: samples read twice where the position is forgotten, bytes of the state, kills that do harm.
+    """In closed form: samples read twice where the position is forgotten, and kills that do harm.
 
-    AdamW keeps two numbers for each parameter: 12 bytes with it. A kill during a save in place is always too late for
+    A kill during a save in place is always too late for
     the old file and too early for the new one.
     """
     epoch = config.samples // (config.batch_size * ranks)
     return {
         "repeated_samples": config.interrupted_at % epoch * config.batch_size * ranks,
-        "state_bytes": 12 * PARAMETERS,
         "lost_share": 1.0,
     }
 
@@ -190,20 +187,11 @@ def _compared(found: Comparison, rank: Rank, forgotten: Forgotten) -> Iterator[R
 
 
 def save_time(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
-    """Seconds of a save by way and size, and of reading back with the check of every byte and without."""
-    large = config.large_bytes // 8 if config.smoke else config.large_bytes
-    small, marked = next(states(config.seed)), drills.marked(1, large)
-    for name, state, part in (("training", small, 0.1), ("large", marked, 0.6)):
-        rounds = measure.rounds_of(config, part=part)
-        (place := folder / name).mkdir()
-        for way, seconds in writers.save_seconds(place, state, rounds).items():
-            yield rank.record("save_s", "s", seconds, rank=0, state=name, way=way)
-            size = writers.newest_bytes(place, way)
-            yield rank.record("checkpoint_bytes", "B", size, rank=0, state=name, way=way)
-        for way, seconds in writers.load_seconds(place, measure.rounds_of(config, part=part / 4)).items():
-            yield rank.record("load_s", "s", seconds, rank=0, state=name, way=way)
-    size = predict(config, rank.world_size)["state_bytes"]
-    yield rank.record("predicted_state_bytes", "B", size, kind="modelled", rank=0, state="training")
+    """Seconds of a save of a large state, and its size."""
+    state = drills.marked(1, config.large_bytes // 8 if config.smoke else config.large_bytes)
+    case = {"state": "large", "way": "full"}
+    yield rank.record("save_s", "s", writers.save_seconds(folder, state, measure.rounds_of(config)), rank=0, **case)
+    yield rank.record("checkpoint_bytes", "B", writers.newest_bytes(folder), rank=0, **case)
 
 
 def kills(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
@@ -244,34 +232,10 @@ def corruptions(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
             yield rank.record("previous_used", "1", fallback, rank=0, damage=kind, messages=messages)
 
 
-def two_writers(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
-    """Two processes save to one folder at once: saves that raised, and reads that found no whole state."""
-    for way in WAYS:
-        (place := folder / way).mkdir()
-        saves = 5 if config.smoke else 20
-        failed, unreadable = drills.two_writers(WAYS[way], place, saves, config.kill_bytes)
-        yield rank.record("failed_saves", "saves", failed, rank=0, way=way, of=2 * saves)
-        yield rank.record("unreadable", "reads", unreadable, rank=0, way=way, of=2 * saves)
-
-
-def full_disk(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
-    """A save that finds no room, on a disk of its own: what is left of the one before, and what lies around."""
-    if not sys.platform.startswith("linux"):
-        print("training_checkpoint: full_disk is skipped: only Linux gives a process a disk of its own")
-        return
-    for way in WAYS:
-        found = drills.full_disk(way, config.kill_bytes, folder)
-        case = {"way": way, "how": found.how, "error": found.error[:300]}
-        yield rank.record("earlier_kept", "1", found.found == 1, rank=0, **case)
-        yield rank.record("left_bytes", "B", found.left_bytes, rank=0, **case, of=2 * config.kill_bytes)
-
-
 TRIALS: dict[str, Callable[[Config, Rank, Path], Iterator[Record]]] = {
     "save_time": save_time,
     "kills": kills,
     "corruptions": corruptions,
-    "two_writers": two_writers,
-    "full_disk": full_disk,
 }
 
 
@@ -286,12 +250,8 @@ def answer(run: Records) -> Iterator[str]:
         if silent:
             yield f"Without {' or without '.join(silent)} it goes on with another result, and no error."
     for r in run.where("checkpoint_bytes", state="large", way="full"):
-        save_s, load_s = (run.one(m, state="large", way=w) for m, w in (("save_s", "full"), ("load_s", "load")))
-        yield (
-            f"A checkpoint of {r.value / 1e6:.3g} MB takes {measure.estimate(save_s.samples, 's')} to save "
-            f"durably and "
-            f"{measure.estimate(load_s.samples, 's')} to load with every byte checked."
-        )
+        seconds = run.one("save_s", state="large", way="full").samples
+        yield f"A checkpoint of {r.value / 1e6:.3g} MB takes {measure.estimate(seconds, 's')} to save durably."
     for way, name in (("in place", "onto the old file"), ("full", "as labs.checkpoints does")):
         if run.where("lost", way=way):
             yield (

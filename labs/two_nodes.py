@@ -2,12 +2,12 @@
 
     python -m labs.two_nodes --nproc 1
     python -m labs.two_nodes --nproc 1 --parts wrong --settings "wrong address" "clock off"
-    python -m labs.two_nodes --nproc 1 --parts kill --machines loopback
+    python -m labs.two_nodes --nproc 1 --parts kill
 
-About 65 s on 2 CPU cores, 45 of them for the eleven wrong settings and their cures; 15 s for --parts kill elastic, 4 s
-for environment. It makes two machines out of this one: as root on Linux two network namespaces joined by a virtual
-cable, elsewhere two addresses of the loopback. The lab itself is one process. torchrun's agents are the real ones, with
-all of their options; only their ranks are forked, since importing torch would take most of the time.
+About 55 s on 2 CPU cores, 35 of them for the eight wrong settings and their cures; 15 s for --parts kill elastic, 4 s
+for environment. It makes two machines out of this one: two addresses of the loopback. The lab itself is one process.
+torchrun's agents are the real ones, with all of their options; only their ranks are forked, since importing torch would
+take most of the time.
 """
 
 import time
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from labs.kit import cli
-from labs.kit.errors import BadInput, require
+from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.checkpoints import load_latest
@@ -26,9 +26,9 @@ from labs.parts.checkpoints.resume import differences
 from labs.parts.elastic import journal
 from labs.parts.elastic.journal import History
 from labs.parts.nodes import settings
-from labs.parts.nodes.machines import CABLE_MBIT, NODES, Machines, NoMachines, Torchrun, two_machines, wait_for
+from labs.parts.nodes.machines import NODES, Machines, Torchrun, two_machines, wait_for
 from labs.parts.nodes.ranks import notes
-from labs.parts.nodes.settings import as_arguments, first_telling_line, meet_at, numbered
+from labs.parts.nodes.settings import as_arguments, first_telling_line, meet_at
 
 Part = Literal["environment", "wrong", "kill", "elastic"]
 MEET, STAY, FACTS = (f"labs.parts.nodes.ranks:{name}" for name in ("meet", "stay", "facts"))
@@ -49,12 +49,10 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @dataclass(frozen=True)
 class Config:
-    """What is tried, and on which machines."""
+    """What is tried."""
 
     parts: tuple[Part, ...] = ("environment", "wrong", "kill", "elastic")
     """What ranks are told; wrong settings; a machine that is killed and comes back; machines that join and leave."""
-    machines: Literal["auto", "namespaces", "loopback"] = "auto"
-    """Networks of their own (Linux, root), or two addresses of this machine; auto: namespaces where possible."""
     settings: tuple[str, ...] = ()
     """Names of wrong settings; by default all."""
     steps: int = 32
@@ -86,16 +84,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     parts = {"environment": environment, "wrong": wrong_settings, "kill": killed, "elastic": join_and_leave}
     everything = config.smoke and set(config.parts) == set(parts)
     wanted = [p for p in config.parts if not everything or p in ("environment", "wrong")]
-    try:
-        with two_machines(rank, config.machines) as machines:
-            paced = CABLE_MBIT if machines.paced else 0
-            case = {"how": machines.kind, "why": machines.why, "cable_mbit": paced}
-            yield rank.record("machines", "1", len(NODES), rank=0, **case)
-            for done, part in enumerate(wanted, start=1):
-                yield from parts[part](config, machines, rank)
-                rank.progress(done, len(wanted), part)
-    except NoMachines as e:
-        raise BadInput(f"machines: no namespaces here ({e}): use auto or loopback") from None
+    with two_machines(rank) as machines:
+        yield rank.record("machines", "1", len(NODES), rank=0, how="loopback")
+        for done, part in enumerate(wanted, start=1):
+            yield from parts[part](config, machines, rank)
+            rank.progress(done, len(wanted), part)
 
 
 # What ranks are told
@@ -143,11 +136,11 @@ def start_both(
     machines: Machines, folder: Path, port: int, ranks: int = 1, wrong: settings.Wrong | None = None
 ) -> list[Torchrun]:
     """torchrun on both machines, which are to meet at `port`, with one wrong setting or none."""
-    nobody = "10.77.0.99" if machines.kind == "namespaces" else "192.0.2.1"  # RFC 5737: given to nobody
+    nobody = "192.0.2.1"  # RFC 5737: given to nobody
     words = {"nobody": nobody, "first": machines.addresses[0], "port": port, "closed": port + 1}
     jobs: list[Torchrun] = []
     for node in NODES[: 1 if wrong and wrong.missing else 2]:
-        flags = (numbered if wrong and wrong.static else meet_at)(node, machines.addresses, port, ranks=ranks)
+        flags = meet_at(node, machines.addresses, port, ranks=ranks)
         variables = {"GLOO_SOCKET_IFNAME": machines.interface}
         if wrong:
             flags |= {name: value.format(**words) for name, value in wrong.flags.get(node, {}).items()}
@@ -192,9 +185,6 @@ def wrong_settings(config: Config, machines: Machines, rank: Rank) -> Iterator[R
     """One wrong setting after the other: who tells it, how and when; then the same job without it."""
     asked = [w for w in settings.WRONG if w.name in (config.settings or settings.NAMES)]
     for wrong in asked[:2] if config.smoke else asked:
-        if wrong.namespaces and machines.kind != "namespaces":
-            yield rank.record("not_tried", "1", 1, rank=0, setting=wrong.name, why="needs networks of their own")
-            continue
         yield from _outcome(wrong, *drill(wrong, machines), rank)
         folder = _folder(machines, f"{wrong.name}-cured")
         jobs = start_both(machines, folder, machines.new_port())
@@ -207,8 +197,7 @@ def drill(wrong: settings.Wrong, machines: Machines) -> tuple[list[Torchrun], Pa
     """A job with one wrong setting, to its end."""
     folder = _folder(machines, wrong.name)
     port = machines.new_port()
-    obstacle = {"taken": machines.port_taken, "closed": machines.port_closed}.get(wrong.port)
-    with obstacle(port) if obstacle else nullcontext():
+    with machines.port_taken(port) if wrong.port == "taken" else nullcontext():
         jobs = start_both(machines, folder, port, wrong=wrong)
         _end(jobs)
     return jobs, folder
@@ -339,13 +328,8 @@ def _formed(folder: Path, size: int, since: float) -> dict | None:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """On what machines, what was told and what was not, and whether a killed machine changed the result."""
-    made = run.one("machines").case
-    kind = "two network namespaces joined by a virtual cable"
-    if made["how"] == "loopback":
-        kind = f"two addresses of one machine's loopback ({made['why'] or 'as asked for'})"
-    pace = f", paced at {made['cable_mbit']} Mbit/s" if made["cable_mbit"] else ""
-    yield f"Two machines out of one: {kind}{pace}."
+    """What was told and what was not, and whether a killed machine changed the result."""
+    yield "Two machines out of one: two addresses of its loopback."
     told, went_on = run.where("told_s"), run.where("went_on")
     if len(went_on):
         silent = [r.case["setting"] for r in went_on if r.value]

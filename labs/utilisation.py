@@ -1,14 +1,13 @@
 """A device that is 100 % busy: how much of its speed is used?
 
     python -m labs.utilisation --nproc 1
-    torchrun --nproc-per-node 1 -m labs.utilisation --window-s 0.2 --poll-s 1.0 0.1
+    torchrun --nproc-per-node 1 -m labs.utilisation --window-s 0.2
 
 About 6 s on 2 CPU cores. Rank 0 does five jobs, the other ranks wait. A counter of busy time only says that something
 ran: on a CPU it is the CPU time of this process, on a GPU NVML's utilization.gpu, which nvidia-smi shows, and for
-which a single thread of a single kernel is enough. Then bursts of work are read through windows of several lengths.
+which a single thread of a single kernel is enough.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.timing import probing, roofline
-from labs.parts.timing.busy import Counter, Mark, counter_of, polled, work_for
+from labs.parts.timing.busy import Counter, counter_of, work_for
 from labs.parts.timing.roofline import Work
 
 CHUNK_S = 2e-3
@@ -31,7 +30,7 @@ ARRAY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Config:
-    """How long each job runs, and how the bursts are read."""
+    """How long each job runs."""
 
     windows: int = 6
     """Windows per job; each gives one sample."""
@@ -39,26 +38,13 @@ class Config:
     """Length of a window in s."""
     wait_ms: float = 8.0
     """What the source of data of "waiting for data" sleeps before every batch."""
-    burst_ms: float = 100.0
-    """Length of a burst of work, and of the pause after it."""
-    bursts: int = 15
-    """Bursts that the counters of different speed read."""
-    poll_s: tuple[float, ...] = (1.0, 0.05)
-    """Window lengths in s of those counters: nvidia-smi -l 1 looks once a second."""
     smoke: bool = False
-    """Two short windows per job and one second of bursts."""
+    """Two short windows per job."""
 
     def __post_init__(self) -> None:
         require(self.windows >= 1, f"windows must be at least 1, not {self.windows}")
         require(0 < self.window_s <= 60, f"window_s must be above 0 and at most 60, not {self.window_s}")
         require(0 <= self.wait_ms <= 1000, f"wait_ms must be from 0 to 1000, not {self.wait_ms}")
-        require(10 <= self.burst_ms <= 10_000, f"burst_ms must be from 10 to 10000, not {self.burst_ms}")
-        require(self.bursts >= 1, f"bursts must be at least 1, not {self.bursts}")
-        finest = f"poll_s must hold numbers from {CHUNK_S} on: the counter is read no more often"
-        require(len(self.poll_s) > 0 and all(s >= CHUNK_S for s in self.poll_s), finest)
-        lasts = 2 * self.bursts * self.burst_ms / 1e3
-        too_long = f"a window of {max(self.poll_s):g} s does not fit into {lasts:g} s of bursts: raise bursts"
-        require(max(self.poll_s) <= lasts * (1 + 1e-9), too_long)
 
 
 def predict(
@@ -132,19 +118,8 @@ def watch(job: Job, config: Config, counter: Counter, device: torch.device) -> t
     return shares, rates
 
 
-def bursts(n: int, burst_s: float, job: Job, counter: Counter, device: torch.device) -> list[Mark]:
-    """`n` times work and a pause, each of burst_s, the counter read every CHUNK_S; the ends of phases do not drift."""
-    chunk, _ = chunks(job, device)
-    work_for(counter.memory_s, chunk, counter)
-    marks = [(time.perf_counter(), counter.busy_s())]
-    for phase in range(2 * n):
-        left = marks[0][0] + (phase + 1) * burst_s - time.perf_counter()
-        marks += work_for(left, (lambda: time.sleep(CHUNK_S)) if phase % 2 else chunk, counter)
-    return marks
-
-
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 works job by job, then in bursts; the others wait for it."""
+    """Rank 0 works job by job; the others wait for it."""
     if rank.rank == 0:
         with counter_of(rank.device) as counter:
             yield from _alone(config, rank, counter)
@@ -159,17 +134,11 @@ def _alone(config: Config, rank: Rank, counter: Counter) -> Iterator[Record]:
         yield rank.record("busy_share", "1", shares, rank=0, job=name, counter=counter.name)
         yield rank.record("flop_s", "FLOP/s", rates, rank=0, job=name)
         yield rank.record("share_of_peak", "1", [r / peak for r in rates], rank=0, job=name)
-        rank.progress(done, len(todo) + 1, name)
-    burst_s = config.burst_ms / 1e3
-    n = math.ceil(max(config.poll_s) / (2 * burst_s)) if config.smoke else config.bursts
-    marks = bursts(n, burst_s, todo["large products"], counter, rank.device)
-    for window_s in config.poll_s:
-        shares = polled(marks, window_s, 2 * n * burst_s)
-        yield rank.record("polled_share", "1", shares, rank=0, window_s=window_s, counter=counter.name)
+        rank.progress(done, len(todo), name)
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Which jobs look busy and are slow, whether a wait shows, and what the period of reading does, in sentences."""
+    """Which jobs look busy and are slow, and whether a wait shows, in sentences."""
     busy, speed = (
         {r.case["job"]: measure.estimate(r.samples).scaled(100, "%") for r in run.where(metric)}
         for metric in ("busy_share", "share_of_peak")
@@ -185,9 +154,6 @@ def answer(run: Records) -> Iterator[str]:
     wait = busy["waiting for data"]
     seen = "shows" if wait.high < 0.9 * busy[first].low else "does not show"
     yield f"A planted wait for data {seen}: busy {wait}."
-    for r in run.where("polled_share"):
-        low, high = 100 * min(r.samples), 100 * max(r.samples)
-        yield f"The same bursts, read every {r.case['window_s']:g} s: {low:.0f} to {high:.0f} % busy."
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def paced_without_pacing() -> None:
         pass
 
 
-def delayed_times(mb_s: float, latency_s: float, delayed: bool) -> dict:
+def delayed_times(mb_s: float) -> dict:
     """Seconds and results of an all-reduce and of a step of DDP over a wire acted out, and seconds without it."""
     rank, x = this_rank(), torch.full((2**18,), 1.0)
     torch.manual_seed(0)
@@ -204,7 +204,7 @@ def delayed_times(mb_s: float, latency_s: float, delayed: bool) -> dict:
     delay.hold(ddp)
     gradients, seconds = [], {}
     for name in ("free", "slow", "slow", "free again"):  # DDP's first step is unlike the others
-        with wire.slowed(rank, mb_s, latency_s, delayed) if name == "slow" else contextlib.nullcontext():
+        with wire.slowed(rank, mb_s, delayed=True) if name == "slow" else contextlib.nullcontext():
             rank.barrier()
             start = time.perf_counter()
             delay.all_reduce(x)
@@ -216,17 +216,9 @@ def delayed_times(mb_s: float, latency_s: float, delayed: bool) -> dict:
     return {"seconds": seconds, "same": all(torch.equal(g, gradients[0]) for g in gradients), "x": x[0].item()}
 
 
-@pytest.mark.parametrize(
-    ("mb_s", "latency_s", "delayed", "least_s"),
-    [
-        (10.0, 0.0, True, (0.105, 0.052)),
-        (wire.NO_PACE, 0.05, False, (0.05, 0.05)),
-        (10.0, 0.1, False, (0.2, 0.15)),
-        (10.0, 0.1, True, (0.205, 0.152)),
-    ],
-)
-def test_an_exchange_over_an_emulated_wire_waits_as_long_as_the_formula_says(mb_s, latency_s, delayed, least_s):
-    for found in run_on_ranks(delayed_times, 2, mb_s, latency_s, delayed):
+def test_an_exchange_over_an_emulated_wire_waits_as_long_as_the_formula_says():
+    least_s = 0.105, 0.052
+    for found in run_on_ranks(delayed_times, 2, 10.0):
         assert found["same"] and found["x"] == 2**4, "waiting changes no result"
         assert all(s > 0.95 * least for s, least in zip(found["seconds"]["slow"], least_s, strict=True))
 
@@ -263,7 +255,6 @@ def test_no_wire_has_that_bandwidth(b_s):
         (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"),
         (slow_link, {"mb_s": ()}, "mb_s: take different"),
         (slow_link, {"sizes": (6,)}, "sizes must be"),
-        (slow_link, {"latency_ms": -1.0}, "latency_ms must be"),
         (gradient_compression, {"hidden": (0,)}, "hidden"),
         (gradient_compression, {"break_even": ("zip",)}, "break_even: unknown way"),
         (gradient_compression, {"train_mb_s": -1.0}, "train_mb_s: a bandwidth must be"),
@@ -276,8 +267,6 @@ def test_no_wire_has_that_bandwidth(b_s):
         (bucket_overlap, {"bucket_cap_mb": (0.0,)}, "bucket_cap_mb must be positive"),
         (bucket_overlap, {"bucket_cap_mb": ()}, "different sizes"),
         (bucket_overlap, {"layers": 0}, "layers"),
-        (all_reduce_anatomy, {"sizes": (4, 8)}, "three different sizes"),
-        (all_reduce_anatomy, {"sizes": (4, 8, 9)}, "multiples of 4"),
     ],
 )
 def test_bad_input_is_one_line(module, arguments, told):
@@ -299,10 +288,10 @@ def test_one_rank_is_told_that_it_is_alone(lab):
     "lab, metrics",
     [
         ("slow_link", {"gradient_bytes", "latency_s", "all_reduce_s", "step_s"}),
-        ("all_reduce_anatomy", {"max_error", "sent_bytes", "seconds", "busbw_b_s", "all_reduce_s"}),
+        ("all_reduce_anatomy", {"max_error", "sent_bytes", "seconds", "busbw_b_s"}),
         (
             "bucket_overlap",
-            {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s", "switch_step_s"},
+            {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s"},
         ),
         (
             "gradient_compression",
@@ -596,27 +585,6 @@ def test_the_fastest_way_is_named_beside_those_that_may_do_as_much(fp16_s, told,
     assert shown[0].startswith(told), shown
 
 
-@pytest.mark.parametrize("noise, told", [(0.0, "misses the intervals of 1 of 3 sizes"), (0.9, "cannot be told")])
-def test_a_line_is_off_only_where_the_noise_is_smaller(noise, told, monkeypatch):
-    times = {1e3: 0.001, 1e6: 0.003, 1e7: 0.010}
-    run = Records(
-        Record(
-            "all_reduce_anatomy",
-            "all_reduce_s",
-            "s",
-            [t * (1 + noise * k) for k in (-1, 1, -0.9, 0.9, -0.8, 0.8)] if noise else [t * k for k in STEADY],
-            "measured",
-            {"size": size},
-        )
-        for size, t in times.items()
-    )
-    said = []
-    monkeypatch.setattr(figures, "say", said.append)
-    monkeypatch.setattr(figures, "show", lambda fig, alt: None)
-    figures.two_sizes(run, predict(20, "error", unit="%"))
-    assert told in said[0]
-
-
 @pytest.mark.parametrize(
     "seconds, told",
     [
@@ -639,8 +607,6 @@ def test_best_buckets_in_words(worst, told, monkeypatch):
         step(lab, "step_s", 0.020, synchronise=True, bucket_cap_mb=1.0, mb_s=200),
         step(lab, "step_s", worst, synchronise=True, bucket_cap_mb=8.0, mb_s=200),
         step(lab, "step_s", 0.015, synchronise=False, mb_s=200),
-        step(lab, "switch_step_s", 0.02, switch="default"),
-        step(lab, "switch_step_s", 0.04, switch="static_graph"),
         Record(lab, "gradient_ready_s", "s", [0.010, 0.014]),
         Record(lab, "gradient_bytes", "B", [1e6, 1e6]),
         Record(lab, "latency_s", "s", [0.001]),
@@ -656,18 +622,4 @@ def test_best_buckets_in_words(worst, told, monkeypatch):
     monkeypatch.setattr(figures_overlap, "show", lambda fig, alt: None)
     figures_overlap.buckets(Records(rows), predict(8, "best bucket size", unit="MiB"))
     assert ("above what was measured" if worst > 0.02 else "within what was measured") in said[0]
-    assert told in sentences and "static_graph 2 x" in sentences
-
-
-@pytest.mark.parametrize("guess, nearer", [(2200, "flat ring"), (3500, "ring of nodes"), (None, "")])
-def test_a_guess_of_the_published_cluster_is_held_against_both_formulas(guess, nearer, capsys, monkeypatch):
-    tables = []
-    monkeypatch.setattr(figures, "show_table", tables.append)
-    figures.bert_on_two_nodes()
-    assert capsys.readouterr().out.startswith("published: 1,897 ms over Ethernet with 2 nodes of 4 GPUs.")
-    figures.which_algorithm(predict(guess, "all-reduce of BERT-Large over Ethernet, 16 nodes", unit="ms"))
-    said = capsys.readouterr().out
-    assert (f"nearer to the {nearer}." in said) if nearer else ("no prediction" in said and "nearer" not in said)
-    errors = tables[0].map(lambda text: abs(int(text.partition("(")[2].partition("%")[0] or 0)))
-    assert errors.loc["Ethernet", "flat ring"].max() < errors.loc["Ethernet", "ring of nodes"].min()
-    assert errors.loc["InfiniBand", "ring of nodes"].max() < errors.loc["InfiniBand", "flat ring"].min()
+    assert told in sentences

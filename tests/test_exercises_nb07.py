@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from speeds import first
 
-from labs.chapters.nb07 import exercise_messages, timelines
+from labs.chapters.nb07 import exercise_messages
 from labs.chapters.nb07 import solutions as solution
 from labs.chapters.nb07.exercise_messages import most_rounds
 from labs.chapters.nb07.traffic import rounds
@@ -285,60 +285,3 @@ def test_a_scale_of_zero_that_makes_nan_is_told():
         return mean
 
     says("07.2", eight_bits, "all its gradients are zero, and so is its scale")
-
-
-# -- 07.3
-
-
-def by_counting_milliseconds(timeline, latency_ms):
-    """Another style: samples of time in place of sums of intervals for the cause."""
-    late = [sum(max(b.end, r.backward[1]) - max(b.start, r.backward[1]) for b in r.buckets) for r in timeline]
-    share = [x / sum(b.end - b.start for b in r.buckets) for x, r in zip(late, timeline, strict=True)]
-    rank = max(range(len(share)), key=share.__getitem__)
-    if share[rank] < 0.1:
-        return share[rank], rank, "nothing"
-    backward = [r.backward[1] for r in timeline]
-    if max(backward) > 1.2 * min(backward):
-        return share[rank], rank, "mend the straggler"
-    count = len(timeline[0].buckets)
-    busy = sum(min(r.buckets[k].end - r.buckets[k].start for r in timeline) for k in range(count))
-    if count * latency_ms > 0.5 * busy:
-        return share[rank], rank, "larger buckets"
-    queues = any(b.start > b.ready + 1e-6 for b in timeline[rank].buckets[1:])
-    return share[rank], rank, "faster wire" if queues else "smaller buckets"
-
-
-def as_numpy(timeline, latency_ms):
-    share, rank, remedy = solution.diagnose(timeline, latency_ms)
-    return [torch.tensor(share), rank, remedy]
-
-
-@pytest.mark.parametrize("right", [by_counting_milliseconds, as_numpy])
-def test_other_diagnoses_pass(right):
-    passes("07.3", right)
-
-
-def test_the_share_of_all_ranks_and_a_remedy_that_is_not_listed_are_told():
-    def together(timeline, latency_ms):
-        late = sum(timelines.exposed(r)[0] for r in timeline)
-        return late / sum(timelines.exposed(r)[1] for r in timeline), 0, "nothing"
-
-    says("07.3", together, "of all ranks together")
-    says("07.3", lambda timeline, latency_ms: (0.5, 0, "pray"), "is no remedy of the list")
-
-
-def test_five_seeds_have_five_remedies_and_the_rules_find_what_the_simulation_finds():
-    for seed in range(40):
-        job = timelines.job(seed)
-        assert solution.diagnose(timelines.timeline(seed), job.latency_ms)[2] == timelines.answer(job)
-    found = [timelines.answer(timelines.job(seed)) for seed in range(10, 15)]
-    assert sorted(found) == sorted(timelines.REMEDIES)
-    assert timelines.timeline(7) == timelines.timeline(7) != timelines.timeline(8)
-
-
-def test_a_step_by_hand():
-    """Two ranks, two buckets of 1 MB: 1 ms of latency, and 1 MB at 1 MB/ms."""
-    first, second = timelines.simulate(timelines.Job(10, (20, 30), 2, 2, 1, 1))
-    assert [b[1:] for b in first.buckets] == [(20, 20, 27), (30, 30, 42)]
-    assert [b[1:] for b in second.buckets] == [(25, 25, 27), (40, 40, 42)]
-    assert timelines.exposed(first) == (12, 19) and timelines.exposed(second) == (2, 4)

@@ -44,7 +44,6 @@ from labs.parts.tuning import rules
 EXPLORERS = {
     "roofline": nb00.roofline,
     "batch": nb01.batch,
-    "learning_rate": nb01.learning_rate,
     "workers": nb02.workers,
     "speedup": nb03.speedup,
     "memory_formats": nb04.memory,
@@ -76,7 +75,7 @@ def drawn(name, **values):
     return OPENED[name][0](**{**defaults(name), **values})
 
 
-@pytest.mark.parametrize("name", besides(("speedup", "roofline", "learning_rate"), EXPLORERS))
+@pytest.mark.parametrize("name", besides(("speedup", "roofline"), EXPLORERS))
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_every_setting_can_be_drawn_and_read(name, data):

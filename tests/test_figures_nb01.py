@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_claims_nb01 import around, batch_size, lr_scaling, make, timing, utilisation, validation
+from test_claims_nb01 import around, batch_size, make, timing, utilisation, validation
 
 from labs.chapters.nb01 import figures, figures_batch
 from labs.kit.check import predict
@@ -136,12 +136,6 @@ def test_busy_jobs(shown):
     assert "Even a planted wait does not show; no job that looks busy was slow" in shown[-1]
 
 
-def test_a_slow_reader_sees_means(shown):
-    for slow, words in (((0.5, 0.5), "The slow reader sees means"), ((0, 1), "Reading more often shows no more")):
-        figures_batch.polls(Records(utilisation(slow=slow)))
-        assert words in shown[-1]
-
-
 @pytest.mark.parametrize(
     ("steps", "title", "words"),
     [
@@ -160,24 +154,9 @@ def test_two_batches_may_not_tell_where_half_of_the_limit_is(steps, title, words
     assert title in f"{shown[0].rpartition('. ')[0]}." and words in shown[1].partition("* 2 devices")[0]
 
 
-def test_a_table_of_meanings_is_not_cut(shown):
-    assert max(map(len, figures.MEANINGS.values())) < 50, "pandas cuts longer ones"
-
-
 def test_a_step_in_the_table_of_mfu_says_whether_it_is_of_ddp():
     ddp = figures_batch.mfu_table({"cnn": Records(timing(no_sync=0.5))})
     assert [way for _, way in ddp.index] == ["DDP without its exchange (no_sync)", "DDP"]
     assert ddp["MFU"].iloc[0].startswith("4.2") and ddp["MFU"].iloc[1].startswith("2.1")
     alone = figures_batch.mfu_table({"cnn": Records(timing(ranks=(1.0,)))})
     assert [way for _, way in alone.index] == ["one device"]
-
-
-def test_learning_rates_keep_lose_or_cannot_be_told(shown):
-    figures_batch.lr_figure(Records(lr_scaling()), predict(512, "batch"))
-    assert "keeps all but a point up to batch 128, loses more than one at 2048" in shown[0]
-    assert "linear, warm-up at 2048: -35" in shown[1].partition("Below the figure, in points:")[2]
-    left_out = make("lr_scaling", "left_out", "1", 1.0, factor=16, batch=512, why="there was no time")
-    figures_batch.lr_figure(Records([*lr_scaling(), left_out]), predict(512, "batch"))
-    assert "at 2048 or before" in shown[2] and "512, which was not tried here" in shown[3]
-    figures_batch.lr_figure(Records(lr_scaling(linear=(0.85, 0.855, 0.86))), predict(512, "batch"))
-    assert "keeps all but a point up to batch 2048" in shown[4] and "not shown to lose one point" in shown[5]

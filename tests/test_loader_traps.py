@@ -84,18 +84,6 @@ def test_held_objects_become_private_and_arrays_do_not(run):
         assert predicted[arrays] == 0 and growth[held] > growth[arrays] + 0.5 * predicted[held]
 
 
-def test_the_sampler_repeats_items_and_orders(run):
-    def order(epoch, set_epoch):
-        return [run.one("sampler_order", epoch=epoch, set_epoch=set_epoch, of_rank=r).samples for r in range(2)]
-
-    assert order(0, False) == order(1, False) == order(0, True) != order(1, True)
-    padded, dropped = run.where("items_read")
-    assert (padded.value, dropped.value) == (12, 10)
-    assert len(padded.case["twice"]) == 1 and not padded.case["never"]
-    assert len(dropped.case["never"]) == 1 and not dropped.case["twice"]
-    assert padded.case["twice"] == [order(0, True)[0][0]], "the first item of the shuffled order fills the last step"
-
-
 def test_first_batches_and_rates_are_there(run):
     cases = [(r.case["workers"], r.case["start_method"], r.case["persistent"]) for r in run.where("first_batch_s")]
     assert cases == [(0, "none", False), (2, "fork", False), (2, "fork", True)]

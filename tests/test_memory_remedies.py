@@ -1,10 +1,8 @@
-"""Remedies against a full memory: what each takes away, what finds a leak, and the folklore about the cache."""
+"""Remedies against a full memory: what each takes away, and what finds a leak."""
 
 import _thread
-import math
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +14,8 @@ from labs.kit.launch import launch
 from labs.parts import models
 from labs.parts.oracle.reality import measured
 from labs.parts.oracle.step import step
-from labs.parts.remedies import leaks, offload, on_gpu, ways_out
-from labs.parts.remedies.blocks import MIB
-from labs.parts.remedies.caching_allocator import CachingAllocator
+from labs.parts.remedies import leaks, offload, ways_out
 from labs.parts.remedies.offload import offloaded
-from labs.parts.remedies.requests import LONGEST, SHORTEST, Replay, bert_run, draw_lengths, slivers
-from labs.parts.remedies.ways_to_allocate import BETWEEN, EACH, EXPANDABLE, LATE, PLAIN, WAYS, fragment, train
 
 
 @pytest.fixture(scope="module")
@@ -218,173 +212,6 @@ def test_a_hook_is_taken_away():
     assert not any(m._forward_hooks for m in job.workload.module.modules())
 
 
-# -- the cache, simulated
-
-
-@pytest.fixture(scope="module")
-def work():
-    lengths = draw_lengths(4, 30, 1)
-    return bert_run(lengths, rows=8), lengths
-
-
-def test_lengths():
-    lengths = draw_lengths(8, 40, 0)
-    assert len(lengths) == 40 and len(set(lengths)) == 8 and max(lengths) == LONGEST and min(lengths) >= SHORTEST
-    assert lengths == draw_lengths(8, 40, 0) != draw_lengths(8, 40, 1)
-
-
-def test_a_step_frees_what_it_asks_for(work):
-    run, _ = work
-    sizes = sum(size for _, size in run.resident)
-    parameters = sum(p.numel() for p in models_on_meta().parameters())
-    assert sizes >= 12 * parameters, "parameters and Adam's two states"
-    for requests in run.steps.values():
-        asked = [n for n, size in requests if size]
-        assert len(asked) == len(set(asked)), "a number stands for one tensor"
-        replay = Replay(CachingAllocator())
-        replay.feed(run.resident)
-        before = replay.allocator.stats.requested_bytes
-        replay.feed(requests)
-        assert replay.allocator.stats.requested_bytes == before
-
-
-def models_on_meta():
-    from labs.parts.models.large_models import bert
-    from labs.parts.remedies.requests import SHAPE
-
-    with torch.device("meta"):
-        return bert(SHAPE, LONGEST).module
-
-
-def test_the_folklore(work):
-    run, lengths = work
-    plain, each, expandable = (train(run, lengths, WAYS[way]) for way in (PLAIN, EACH, EXPANDABLE))
-    assert plain.lasting_allocs == expandable.lasting_allocs == 0 and each.lasting_allocs > 10
-    share = [o.stats.reserved_peak_bytes / plain.stats.allocated_peak_bytes for o in (plain, each, expandable)]
-    assert share[0] > share[1] > share[2] > 0.99 and share[0] > 1.1
-    assert all(o.fits and o.steps == len(lengths) for o in (plain, each, expandable))
-
-
-def test_near_the_limit_cudamalloc_is_tried_again(work):
-    run, lengths = work
-    needed = train(run, lengths, WAYS[PLAIN]).stats.reserved_peak_bytes
-    ample, tight, less = (train(run, lengths, WAYS[PLAIN], share * needed) for share in (1.0, 0.97, 0.5))
-    assert ample.fits and ample.stats.num_alloc_retries == 0
-    assert tight.stats.num_alloc_retries > 0
-    assert not less.fits and less.stats.num_ooms == 1 and less.steps < len(lengths)
-
-
-def test_empty_cache_helps_in_time_only():
-    first, second, last = slivers(3, 50, 30)
-    assert sum(size for _, size in first) == 150 and len(first) == 6
-    assert second == [(3, 30), (4, 30), (5, 30)] and last == [(6, 60)]
-    fits = {way: fragment(way, 4, 50 * MIB, 30 * MIB, 200 * MIB).fits for way in (PLAIN, LATE, BETWEEN, EXPANDABLE)}
-    assert fits == {PLAIN: False, LATE: False, BETWEEN: True, EXPANDABLE: True}
-
-
-@pytest.mark.long
-def test_the_lab_records_the_folklore(run):
-    assert {r.case["way"] for r in run.where("fits", part="lengths")} == set(WAYS)
-    assert memory_remedies.enough_headroom(run, EXPANDABLE) <= memory_remedies.enough_headroom(run, PLAIN)
-    assert all(r.kind == "modelled" for part in ("lengths", "fragmentation") for r in run.where(part=part))
-
-
-def test_enough_headroom_is_where_all_larger_devices_fit():
-    def record(headroom, fits):
-        return SimpleNamespace(case={"headroom": headroom}, value=fits)
-
-    def found(*fits):
-        rows = [record(h, f) for h, f in zip((1.0, 1.1, 1.2), fits, strict=True)] + [record("unlimited", 1)]
-        return memory_remedies.enough_headroom(SimpleNamespace(where=lambda *a, **k: rows), PLAIN)
-
-    assert found(0, 1, 1) == 1.1 and found(1, 0, 1) == 1.2 and found(1, 1, 1) == 1.0 and found(1, 1, 0) == math.inf
-
-
-# -- what needs a GPU
-
-
-@pytest.mark.long
-def test_without_cuda_some_functions_say_0_and_some_raise(run):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    words = {r.case["call"]: (r.case["words"], r.case["answer"]) for r in run.where("raised")}
-    assert words["torch.cuda.max_memory_allocated()"] == ("", "0"), "no error, and no peak either"
-    assert words["torch.cuda.memory_summary()"][0].startswith("KeyError")
-    assert not len(run.where(part="gpu"))
-
-
-class FakeCuda:
-    """As much of torch.cuda as is asked; `stats` are what its allocator says."""
-
-    def __init__(self, stats, free=60, total=100, uuid="abc") -> None:
-        self.stats, self.free, self.total, self.uuid, self.calls = stats, free, total, uuid, []
-
-    def memory_stats(self, device):
-        return dict(self.stats)
-
-    def mem_get_info(self, device):
-        return self.free, self.total
-
-    def get_device_properties(self, device):
-        return SimpleNamespace(uuid=self.uuid)
-
-    def memory_reserved(self, device):
-        return 10
-
-    def empty_cache(self):
-        self.calls.append("empty_cache")
-
-    def set_per_process_memory_fraction(self, fraction, device):
-        self.calls.append(fraction)
-
-
-def test_the_allocator_sees_less_than_the_device():
-    cuda = FakeCuda({"allocated_bytes.all.current": 5, "reserved_bytes.all.current": 10})
-    gpus = [SimpleNamespace(uuid="GPU-xyz", memory_used_bytes=1), SimpleNamespace(uuid="GPU-abc", memory_used_bytes=45)]
-    found = on_gpu.views("cuda:0", cuda, lambda: gpus)
-    assert found == {"allocated": 5, "reserved": 10, "device": 40, "nvml": 45}
-    assert "nvml" not in on_gpu.views("cuda:0", cuda, lambda: [])
-
-
-def test_a_budget_is_taken_back():
-    cuda = FakeCuda({})
-    with pytest.raises(KeyError), on_gpu.limited(40, "cuda:0", True, cuda, cuda.calls.append):
-        assert cuda.calls == ["empty_cache", 0.5, "expandable_segments:True"]
-        raise KeyError
-    assert cuda.calls[3:] == ["expandable_segments:False", "empty_cache", 1.0]
-    with pytest.raises(ValueError, match="more than this device has left"):
-        on_gpu.fraction_for(95, 10, 100)
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_counters_are_differences(fits):
-    cuda = FakeCuda({"num_alloc_retries": 3, "reserved_bytes.all.current": 7})
-
-    def work():
-        cuda.stats["num_alloc_retries"] += 2
-        if not fits:
-            raise torch.OutOfMemoryError("full")
-
-    found = on_gpu.counted(work, "cuda:0", cuda)
-    assert (found.fits, found.reserved_bytes, found.changes["num_alloc_retries"]) == (fits, 7, 2)
-    assert set(found.changes) == set(on_gpu.COUNTED)
-
-
-def test_the_snapshot_names_the_outermost_line_of_ours():
-    def block(size, *lines, state="active_allocated"):
-        return {"size": size, "state": state, "frames": [{"filename": f, "line": n} for f, n in lines]}
-
-    blocks = [
-        block(5, ("/torch/x.py", 1), ("/labs/a.py", 7)),
-        block(4, ("/labs/a.py", 7)),
-        block(6, ("/labs/a.py", 3), ("/labs/a.py", 8), ("/usr/run.py", 2)),
-        block(100, ("/labs/a.py", 9), state="inactive"),
-        block(50, ("/torch/x.py", 1)),
-    ]
-    assert on_gpu.largest_line({"segments": [{"blocks": blocks}]}, "/labs") == ("a.py:7", 9)
-    assert on_gpu.largest_line({"segments": []}, "/labs") == ("", 0)
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -397,8 +224,6 @@ def test_the_snapshot_names_the_outermost_line_of_ours():
         ({"cuts": (1, 64)}, "at most 32"),
         ({"rounds": 0}, "rounds must"),
         ({"steps": 2}, "steps must"),
-        ({"lengths": 1}, "lengths must"),
-        ({"batches": 1}, "batches must"),
         ({"models": ("nothing", "mlp")}, "no model 'nothing'"),
     ],
 )

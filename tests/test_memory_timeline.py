@@ -174,3 +174,18 @@ def test_a_loop_of_ones_own_that_does_not_yield_each_step_is_one_line(loop, told
             ),
             loop,
         )
+
+
+def test_the_snapshot_names_the_outermost_line_of_ours():
+    def block(size, *lines, state="active_allocated"):
+        return {"size": size, "state": state, "frames": [{"filename": f, "line": n} for f, n in lines]}
+
+    blocks = [
+        block(5, ("/torch/x.py", 1), ("/labs/a.py", 7)),
+        block(4, ("/labs/a.py", 7)),
+        block(6, ("/labs/a.py", 3), ("/labs/a.py", 8), ("/usr/run.py", 2)),
+        block(100, ("/labs/a.py", 9), state="inactive"),
+        block(50, ("/torch/x.py", 1)),
+    ]
+    assert memory_steps.largest_line({"segments": [{"blocks": blocks}]}, "/labs") == ("a.py:7", 9)
+    assert memory_steps.largest_line({"segments": []}, "/labs") == ("", 0)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from labs import memory_remedies
 from labs.kit import docket, evidence
 from labs.kit.claims import SIGNS, by_a_recorded_gpu, judge, table
 from labs.kit.record import Record, Records
@@ -16,7 +15,6 @@ from labs.parts.activation_memory.step import steps_of
 from labs.parts.memory import saved_tensors
 from labs.parts.models import Workload
 from labs.parts.models.large_models import bert, resnet
-from labs.parts.remedies.ways_to_allocate import PATTERN_WAYS, fragment
 from labs.parts.sources import on_gpus
 
 H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+00:00"}
@@ -66,14 +64,6 @@ def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces(name, make, rows,
     assert traced == pytest.approx(real.value, rel=1e-4 if rows == 70 else 0.0025)
 
 
-def test_a_gpus_memory_breaks_into_pieces_as_the_simulated_does():
-    (run,) = on_gpus.of_claims("05", "memory_remedies")
-    pattern = memory_remedies.PATTERN
-    for way in PATTERN_WAYS:
-        simulated = fragment(way, *pattern, capacity_bytes=pattern[0] * pattern[1])
-        assert run.one("fits", part="gpu", way=way).value == simulated.fits, way
-
-
 def test_a_gpus_peaks_are_those_of_todays_formula():
     """Of 24 blocks whose activations are computed again, with AdamW's foreach step. Also where the cut is fine."""
     (run,) = on_gpus.runs("activation_checkpointing")
@@ -115,6 +105,6 @@ def test_a_table_asked_as_if_there_were_no_gpu_says_so():
 
 
 def test_evidence_of_gpus_is_that_of_gpus():
-    for number in ("01", "02", "03", "05", "10"):
+    for number in ("01", "02", "03", "10"):
         for found in evidence.kept_of_gpus(number):
             assert found.provenance["gpus"] and all(r.kind != "measured" for r in found)

@@ -26,20 +26,13 @@ def test_expected_maxima_are_those_of_dice(n):
     assert slowest.of_exponential(3.0, n) == pytest.approx(many, rel=0.03)
     rare = 60 * (dice.random((DRAWS // n + 2000, n)) < 0.05).any(axis=1).mean()
     assert slowest.of_rare(0.05, 60, n) == pytest.approx(rare, rel=0.05)
-    samples = dice.gamma(2.0, size=200)
-    resampled = dice.choice(samples, (DRAWS // n + 2000, n)).max(axis=1).mean()
-    assert slowest.of_samples(samples, n) == pytest.approx(resampled, rel=0.02)
 
 
 def test_ends_of_the_formulas():
     assert slowest.of_exponential(3.0, 1) == 3.0 and slowest.of_exponential(1.0, 2) == 1.5
     assert slowest.of_rare(0.05, 60, 1) == pytest.approx(3.0) and slowest.of_rare(0.05, 60, 10**6) == pytest.approx(60)
-    assert slowest.of_samples([2.0, 1.0, 3.0], 1) == pytest.approx(2.0)
-    assert slowest.of_samples([2.0, 1.0, 3.0], 10**6) == pytest.approx(3.0), "never above the largest sample"
-    assert slowest.of_samples([1.0, 2.0], 2) == pytest.approx(1.75)
     for wrong in (
         lambda: slowest.of_exponential(1, 0),
-        lambda: slowest.of_samples([], 2),
         lambda: slowest.of_rare(2, 1, 1),
     ):
         with pytest.raises(BadInput, match="at least one rank"):
@@ -66,7 +59,6 @@ def test_groups_are_powers_of_two_and_all():
         ({"mean_ms": 0.0}, "must be positive"),
         ({"rare_share": 0.0}, "above 0"),
         ({"rare_share": 1.5}, "at most 1"),
-        ({"batch_size": 0}, "at least 1"),
         ({"seconds": 0.0}, "positive"),
     ],
 )
@@ -88,10 +80,9 @@ def test_ranks_wait_for_the_longest_delay_that_was_planted():
     for kind in lab.KINDS:
         two = [r.one("planted_s", delays=kind, ranks=2).samples for r in (run, again)]
         assert two[0] == two[1], "delays come from the seed, rank and group"
-    assert 1 <= len(run.where("real_step_s")) <= 4
 
 
-def records(rare=0.026, extra=0.001, second=1.0, noise=0.1, n=400):
+def records(rare=0.026, extra=0.001):
     layout = {"world_size": 8, "rank": None, "backend": "gloo", "device": "cpu"}
     config, rows = {"mean_ms": 3.0, "rare_share": 0.05}, []
 
@@ -104,17 +95,7 @@ def records(rare=0.026, extra=0.001, second=1.0, noise=0.1, n=400):
             add("step_s", [s], "modelled", delays=kind, ranks=ranks)
             add("planted_s", [s, s], "modelled", delays=kind, ranks=ranks)
             add("step_s", [s + extra] * 6, delays=kind, ranks=ranks)
-    dice = np.random.default_rng(1)
-    base = 0.01 * (1 + noise * dice.exponential(size=(2, n)))
-    add("real_step_s", base[0].tolist(), of_rank=0)
-    add("real_step_s", (second * (base[0] if second != 1.0 else base[1])).tolist(), of_rank=1)
     return Records(rows)
-
-
-def test_independent_real_steps_wait_as_one_list_foretells():
-    first, worst, told = lab.real(records())
-    assert worst.value == pytest.approx(told, rel=0.03) and worst.value > first.value
-    assert first.low < first.value < first.high
 
 
 def test_sentences_and_figures_follow_the_records(monkeypatch):
@@ -124,20 +105,10 @@ def test_sentences_and_figures_follow_the_records(monkeypatch):
     run = records()
     figures.waiting(run, predict(12, "step of 8 ranks", unit="ms"))
     assert "cost 8 ranks 1.9 times" in alts[0] and "1.0 ms more than planted" in said[0]
-    figures.real_waiting(run, predict(5, "slowest of two", unit="%"))
-    assert "what independent delays make it, as" in said[1] and "list of times foretells" in said[1]
-    figures.real_waiting(records(second=1.0000001), predict(5, "slowest of two", unit="%"))
-    assert "late together more often" in said[2]
-    figures.real_waiting(records(second=1.5), predict(5, "slowest of two", unit="%"))
-    assert "a rank is slower" in said[3]
     figures.waiting(records(rare=0.013), predict(12, "step of 8 ranks", unit="ms"))
     assert "cannot tell" in alts[-1]
-    alone = Records(r for r in run if r.case.get("of_rank") != 1)
-    figures.real_waiting(alone, predict(5, "slowest of two", unit="%"))
-    assert "could not be measured here" in said[-1]
     told = list(lab.answer(run))
-    assert len(told) == 3 and "Rare delays" in told[1] and "26.0 ms for the delays" in told[1]
-    assert len(list(lab.answer(alone))) == 2
+    assert len(told) == 2 and "Rare delays" in told[1] and "26.0 ms for the delays" in told[1]
 
 
 def test_failures_at_the_published_scale(monkeypatch):
@@ -154,21 +125,3 @@ def test_failures_at_the_published_scale(monkeypatch):
     mtbf_s = 54 * 86_400 / 419
     paper = checkpoint_interval.first_order(checkpoint_interval.young(60, mtbf_s), 60, mtbf_s, 600)
     assert lost[3] == pytest.approx(100 * paper, rel=0.15), "C / tau + tau / 2M + R / M, as on paper"
-
-
-@pytest.mark.long
-def test_independent_lists_are_seldom_called_dependent():
-    """The interval is meant for 95 %; a hundred made-up runs, so the count itself is uncertain by about two."""
-    called = 0
-    for seed in range(100):
-        times = 0.01 * (1 + 0.1 * np.random.default_rng(seed).exponential(size=(2, 400)))
-        layout = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
-        run = Records(
-            [
-                Record("slowest_rank", "real_step_s", "s", row.tolist(), "measured", {"of_rank": r}, {}, layout)
-                for r, row in enumerate(times)
-            ]
-        )
-        found = lab.beyond_one_list(run, resamples=200)
-        called += not found.low <= 0 <= found.high
-    assert called <= 12, f"{called} of 100"

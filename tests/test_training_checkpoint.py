@@ -16,8 +16,6 @@ from labs import training_checkpoint
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.parts.checkpoints import corruption
-from labs.parts.checkpoints.training import perceptron, states
-from labs.parts.checkpoints.writers import WAYS
 
 Config = training_checkpoint.Config
 ALL_PARTS = {"losses", "model", "optimizer", "scheduler", "scaler", "data", "random"}
@@ -59,15 +57,6 @@ def test_predict_by_hand():
     assert training_checkpoint.predict(config, 1)["repeated_samples"] == 30
     assert training_checkpoint.predict(config, 2)["repeated_samples"] == 3 * 20
     assert training_checkpoint.predict(config, 1)["lost_share"] == 1
-    assert sum(p.numel() for p in perceptron().parameters()) == training_checkpoint.PARAMETERS
-
-
-def test_predicted_bytes_are_those_of_parameters_and_optimizer():
-    state = next(states(0))
-    moments = [x for p in state["optimizer"]["state"].values() for x in p.values() if x.dim()]
-    parameters = [x for name, x in state["model"].items() if "running" not in name and "tracked" not in name]
-    found = sum(x.numel() * x.element_size() for x in moments + parameters)
-    assert found == training_checkpoint.predict(Config(), 1)["state_bytes"]
 
 
 # -- resuming
@@ -159,15 +148,9 @@ def test_new_processes_go_on_bit_for_bit(tmp_path):
 # -- files
 
 
-def test_save_times_and_sizes(files):
-    assert {r.case["way"] for r in files.where("save_s")} == set(WAYS)
-    assert len(files.where("save_s")) == 8 and len(files.where("load_s")) == 4
-    size = files.one("checkpoint_bytes", state="training", way="full").value
-    assert 1 <= size / files.one("predicted_state_bytes").value < 1.1
-    large = files.one("checkpoint_bytes", state="large", way="full").value
-    assert large > 5 * size
-    spent = [s for metric in ("save_s", "load_s") for r in files.where(metric) for s in r.samples]
-    assert 0 < sum(spent) < files.seconds
+def test_a_save_has_a_time_and_a_size(files):
+    assert files.one("checkpoint_bytes").value > 2**22
+    assert 0 < sum(files.one("save_s").samples) < files.seconds
 
 
 @pytest.mark.drill
@@ -189,14 +172,6 @@ def test_corruptions(files):
     assert sum(r.value for r in files.where("files", reader="torch.load", verdict="silent")) > 10
     assert {r.case["damage"] for r in files.where("previous_used")} == set(corruption.KINDS)
     assert all(set(r.samples) == {1.0} for r in files.where("previous_used"))
-
-
-@pytest.mark.drill
-def test_two_writers_and_full_disk(files):
-    assert files.one("failed_saves", way="full").value == files.one("unreadable", way="full").value == 0
-    assert files.one("earlier_kept", way="full").value == 1 and files.one("left_bytes", way="full").value == 0
-    assert files.one("earlier_kept", way="in place").value == 0
-    assert files.one("left_bytes", way="rename").value > 0
 
 
 def test_the_folder_to_try_is_used_and_left_empty(tmp_path):

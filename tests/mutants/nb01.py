@@ -6,7 +6,6 @@ import statistics
 
 import torch
 
-from labs.chapters.nb01 import solutions
 from labs.kit.measure import differs, estimate
 
 N = 40
@@ -202,20 +201,6 @@ def _reads_every_step(model, optimizer, loss_of, batches, device):
     return total / sum(len(y) for _, y in batches), 0.5
 
 
-def _instead(of, says):
-    """The right diagnosis but for one fault."""
-    return lambda log: says if solutions.diagnose(log) == of else solutions.diagnose(log)
-
-
-def _by_the_largest_step(log):
-    return "neighbour" if max(map(max, log)) > 1.4 * statistics.median(log[0]) else solutions.diagnose(log)
-
-
-def _by_the_last_step(log):
-    found = solutions.diagnose(log)
-    return found if found != "steady" or log[0][-1] < 1.02 * log[0][0] else "drift"
-
-
 MUTANTS = {
     "01.1": {
         "as it was": (_as_it_was, "synchronize() is never called"),
@@ -249,15 +234,5 @@ MUTANTS = {
         "keeps the graphs": (_with(kept=lambda loss: loss), "graphs of former steps were still alive"),
         "mean of the batches' means": (_with(weigh=False), "weigh the mean loss of each batch by its samples"),
         "gradients are never set back": (_with(zero=False), "the gradients are never set back"),
-    },
-    "01.4": {
-        "all the same": (lambda log: "steady", "you call all 48 logs 'steady'"),
-        "a number": (lambda log: 2, "you return 2"),
-        "jumps and drifts are one": (_instead("drift", "neighbour"), "8 times 'drift' is called 'neighbour'"),
-        "rank 0 only": (lambda log: solutions.diagnose(log[:1]), "times 'straggler' is called 'steady'"),
-        "the queue is not seen": (_instead("not synchronised", "steady"), "8 times 'not synchronised' is called"),
-        "warm-up is not seen": (_instead("not warm", "steady"), "the first steps are slower than all later ones"),
-        "by the largest step": (_by_the_largest_step, "is called 'neighbour'"),
-        "by the last step": (_by_the_last_step, "times 'steady' is called 'drift'"),
     },
 }

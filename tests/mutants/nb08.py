@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mutants import nb08_elastic, nb08_levels, nb08_plan
+from mutants import nb08_elastic, nb08_levels
 
-MUTANTS = nb08_levels.MUTANTS | nb08_elastic.MUTANTS | nb08_plan.MUTANTS
+MUTANTS = nb08_levels.MUTANTS | nb08_elastic.MUTANTS

@@ -8,13 +8,11 @@ from labs.kit.claims import (
     Verdict,
     cannot_tell,
     depends,
-    gain,
     judged,
     last,
     model_of,
     only_on,
     percent,
-    ratio,
     runs,
     verdict,
     within,
@@ -70,48 +68,6 @@ def _(evidence: Records) -> Verdict:
     if n < 2:
         return cannot_tell(because)
     return Verdict("depends" if fast > max(2 * slow, 0.1) else "holds", because)
-
-
-@verdict("B39")
-def _(evidence: Records) -> Verdict:
-    run = last(evidence, "changing_shapes", "step_s")
-    step = {(r.case["shapes"], r.case["cudnn_benchmark"]): r for r in run.where("step_s")}
-    if len(step) < 4:
-        raise LookupError("launch('changing_shapes') with fixed and changing shapes, off and on, is needed")
-    fixed, changing = (ratio(step[shapes, True], step[shapes, False]) for shapes in ("fixed", "changing"))
-    said = f"on / off: {fixed} with a fixed shape, {changing} with a new shape at every step"
-    if step["fixed", True].layout["device"] != "cuda":
-        new = ratio(step["changing", False], step["fixed", False])
-        return Verdict("needs N GPUs", f"without cuDNN, as a control: {said}; new shapes take {new} as long", "")
-    if fixed.low > 1 or (within(fixed) and changing.low > 1):
-        return Verdict("does not hold", said)
-    if fixed.high < 1 and changing.high < GAIN:
-        return Verdict("holds", said)
-    if changing.low < GAIN:
-        return cannot_tell(said)
-    return depends(True, said if differs(fixed) else f"{said}; what fixed shapes gain this run cannot tell")
-
-
-@verdict("B47")
-def _(evidence: Records) -> Verdict:
-    run = last(evidence, "measure_validation", "step_s", part="timer")
-    names = [r.case["function"] for r in run.where("step_s", part="timer", by="torch Timer")]
-    by = {f: [run.one("step_s", part="timer", function=f, by=b) for b in ("torch Timer", "kit.measure")] for f in names}
-    apart = {f: ratio(*both) for f, both in by.items()}
-    worst = max(apart.values(), key=lambda r: abs(r.value - 1))
-    if any(r.high < 0.95 or r.low > 1.05 for r in apart.values()):
-        return Verdict("does not hold", f"Timer is more than 5 % off: at worst {worst} what kit.measure finds")
-    step = method.steps_alone(evidence)
-    small, large = min(step), max(step)
-    change = method.faster(step, large, small)
-    agree = "is within 5 % of kit.measure" if all(map(within, apart.values())) else "is not shown to be 5 % off"
-    because = (
-        f"on {len(apart)} functions Timer {agree}, at worst {worst}; batch {large} gives {change} the samples "
-        f"per second of batch {small}, which the small one alone does not tell"
-    )
-    if within(change):
-        return judged([within(r) for r in apart.values()], [False] * len(apart), because)
-    return depends(differs(change), because)
 
 
 @verdict("C03")
@@ -203,18 +159,6 @@ def _(evidence: Records) -> Verdict:
     return depends(more.high < 1, because)
 
 
-@verdict("C12")
-def _(evidence: Records) -> Verdict:
-    small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
-    lost = gain(large, small)
-    said = f"equal epochs, {large.case['factor']} x the batch of {small.case['batch']}: accuracy {lost}"
-    if within(lost, method.POINT, 0.0):
-        return Verdict("holds", f"{said}, so that seconds for equal epochs can be compared")
-    if not differs(lost, 0):
-        return cannot_tell(f"{said}; compare seconds to one accuracy")
-    return depends(True, f"{said} ({percent(small)} and {percent(large)}); compare seconds to one accuracy")
-
-
 @verdict("C15")
 def _(evidence: Records) -> Verdict:
     step = method.steps_alone(evidence)
@@ -245,19 +189,6 @@ def _(evidence: Records) -> Verdict:
     return Verdict("does not hold", said) if matter else cannot_tell(said)
 
 
-@verdict("E22")
-def _(evidence: Records) -> Verdict:
-    step = method.steps_alone(evidence)
-    small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
-    change, moved = method.faster(step, max(step), min(step)), gain(large, small)
-    because = (
-        f"from batch {min(step)} to {max(step)}: {change} the samples per second; from {small.case['batch']} to "
-        f"{large.case['batch']}, equal epochs and learning rate: accuracy (for stability) {moved}"
-    )
-    right = [differs(change), differs(moved, 0)]
-    return judged(right, [within(change), within(moved, method.POINT, 0.0)], because)
-
-
 @verdict("E23")
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "batch_size", "step_s", mode="ddp")
@@ -271,26 +202,3 @@ def _(evidence: Records) -> Verdict:
     )
     raised = paired_ratio(high, low)
     return judged([raised.low > 1, kept[1] > kept[0]], [raised.high < GAIN, kept[1] <= kept[0]], because)
-
-
-@verdict("E24")
-def _(evidence: Records) -> Verdict:
-    run = last(evidence, "lr_scaling", "test_accuracy", rule="linear, warm-up")
-    small, _ = method.accuracy_at_ends(run)
-    gains, said = [], []
-    for same in sorted(run.where("test_accuracy", rule="same"), key=lambda r: r.case["factor"])[1:]:
-        k = same.case["factor"]
-        sgd = [r for r in run.where("test_accuracy", factor=k) if "AdamW" not in r.case["rule"]]
-        scaled = [r for r in sgd if r.case["lr"] > same.case["lr"]]
-        best = max(scaled, key=lambda r: r.value, default=None)
-        if best is None:
-            raise LookupError(f"launch('lr_scaling') tried no higher learning rate with {k} x the batch")
-        gains.append(gain(best, same))
-        said.append(f"{k} x the batch: {gains[-1]} ({best.case['rule']})")
-    big = max(run.where("test_accuracy", rule="linear, warm-up"), key=lambda r: r.case["factor"])
-    lost = gain(big, small)
-    because = (
-        f"SGD, accuracy with the best higher rate against the same one: {', '.join(said)}; how much higher is "
-        f"another question: linear with warm-up at {big.case['factor']} x the batch: {lost}"
-    )
-    return judged([g.low > 0 for g in gains], [g.high < method.POINT for g in gains], because)

@@ -15,7 +15,6 @@ from labs.kit.record import Record, Records
 SLOW = 0.1  # of the best rate: an order of magnitude is missing
 BUSY = 0.9  # of the share for which the large products look busy: from here a job looks as busy
 APART = 100 * (GAIN - 1)  # % by which times differ that are not the same
-POINT = 1.0  # of accuracy: up to which a change is none
 RUNGS = ("as printed", "data outside", "synchronise", "warm up", "median of steps")
 DRAWS = 999
 ARTICLES_STEPS = 100
@@ -165,17 +164,6 @@ def efficiency(run: Records, batch: int) -> list[float]:
     if len(alone.samples) != len(ddp.samples):
         raise LookupError(f"single and ddp have {len(alone.samples)} and {len(ddp.samples)} samples: no pairs")
     return [a / d for a, d in zip(alone.samples, ddp.samples, strict=True)]
-
-
-# -- labs.lr_scaling
-
-
-def accuracy_at_ends(run: Records) -> tuple[Record, Record]:
-    """Accuracy of the smallest and of the largest batch, at the same learning rate. LookupError if there is one."""
-    found = sorted(run.where("test_accuracy", rule="same"), key=lambda r: r.case["factor"])
-    if len(found) < 2:
-        raise LookupError("launch('lr_scaling') with rule 'same' and at least two batches is needed")
-    return found[0], found[-1]
 
 
 # -- what a method needs

@@ -10,7 +10,6 @@ from typing import Any
 from labs.chapters.nb01 import solutions as solution
 from labs.chapters.nb01.exercise_benchmark import DriftingMachine, Run, Version, check_benchmark
 from labs.chapters.nb01.exercise_epoch import check_epoch
-from labs.chapters.nb01.exercise_logs import check_diagnose
 from labs.kit.answers import number
 from labs.kit.check import Exercise, Mistake
 from labs.kit.measure import Estimate, differs, estimate
@@ -204,5 +203,4 @@ EXERCISES = {
     "01.1": Exercise("repair a benchmark", check_benchmark, solution.benchmark),
     "01.2": Exercise("compare two versions fairly", check_compare, solution.compare),
     "01.3": Exercise("train an epoch without waiting", check_epoch, solution.train_epoch),
-    "01.4": Exercise("say what is wrong with a log of step times", check_diagnose, solution.diagnose),
 }

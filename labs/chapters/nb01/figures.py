@@ -6,8 +6,6 @@ import itertools
 import math
 import statistics
 
-import pandas
-
 from labs import measure_validation, timing
 from labs.kit.check import Prediction
 from labs.kit.claims import model_of, within
@@ -240,27 +238,6 @@ def _ranks_text(run: Records) -> str:
     return f"{own}; the job, whose every step ends with its slowest rank: {job}. Only the last one is the result."
 
 
-MEANINGS = {
-    "step_s": "one step (of DDP): the slowest rank",
-    "samples_per_s": "throughput of all ranks",
-    "mfu": "share of the best rate seen here",
-    "mfu_datasheet": "share of the datasheet's peak",
-    "sync_s": "what synchronising gradients adds to a step",
-    "sync_share": "the same, as a share of the step",
-    "iqr_share": "width of the middle half over the median",
-    "p95_ratio": "95th percentile over the median",
-    "warm_up": "when the detector called it steady",
-}
-
-
-def report(run: Records) -> pandas.DataFrame:
-    """What `python -m labs.timing` says about a model: one row per quantity, with its meaning."""
-    rows = {
-        k: {run[0].config["model"]: str(v), "what it is": MEANINGS.get(k, "")} for k, v in timing.report(run).items()
-    }
-    return pandas.DataFrame(rows).T
-
-
 ORDERS = {"one after the other": "blocked (AAAABBBB)", "in turn": "interleaved (ABBA)"}
 
 
@@ -355,19 +332,3 @@ def _growth_text(table: list[dict]) -> str:
     return (
         f"Pairs needed, of the numbers tried: {told}. {law}: from {100 * large:.0f} to {100 * small:.0f} % {factors}."
     )
-
-
-def trust(run: Records) -> None:
-    """What a measurement by the kit costs, and whether torch's own timer agrees with it."""
-    cost = run.one("overhead")
-    added = estimate([100 * s for s in cost.samples], "%")
-    end = "" if differs(added, 0) else ": no difference that this run can show"
-    lines = [
-        f"* Steps of {cost.case['step_ms']:g} ms, each between its own readings of the clock, against two between "
-        f"none: {added} longer{end}. A reading itself takes less than a microsecond; on a GPU the waits come on top."
-    ]
-    rows = run.where("step_s", part="timer", by="kit.measure")
-    for r in rows:
-        other = run.one("step_s", part="timer", by="torch Timer", function=r.case["function"])
-        lines.append(f"* {r.case['function']}: kit.measure / torch Timer = {paired_ratio(r.samples, other.samples)}.")
-    say("\n".join(lines))

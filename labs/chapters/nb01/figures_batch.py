@@ -6,13 +6,12 @@ import math
 
 import pandas
 
-from labs import batch_size, lr_scaling
+from labs import batch_size
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio
-from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
-from labs.kit.record import Record, Records
-from labs.parts.sources.published import imagenet_batches
+from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
+from labs.kit.record import Records
 
 TICKS = (0.001, 0.01, 0.1, 1, 10, 100)
 
@@ -58,21 +57,6 @@ def _busy_text(jobs: list[str], busy: list[Estimate], reached: list[Estimate]) -
         seen = "A wait shows in the counter" if wait.high < 0.9 * top.value else "Even a planted wait does not show"
     lazy = f"; slow work does not: {', '.join(slow)}" if slow else "; no job that looks busy was slow here"
     return f"{seen}{lazy}. Work done per second tells both."
-
-
-def polls(run: Records) -> None:
-    """The same bursts of work read by counters of different speed, in words."""
-    lines, readers = [], sorted(run.where("polled_share"), key=lambda r: -r.case["window_s"])
-    for r in readers:
-        low, high = min(r.samples), max(r.samples)
-        lines.append(f"* read every {r.case['window_s']:g} s: {len(r.samples)} readings from {low:.0%} to {high:.0%}")
-    slow, fast = (max(r.samples) - min(r.samples) for r in (readers[0], readers[-1]))
-    lines.append(
-        "* The slow reader sees means of work and rest, which a steady load of that height would give, too."
-        if fast > 2 * slow
-        else "* Reading more often shows no more here."
-    )
-    say("\n".join(lines))
 
 
 WAYS = {"train": "one device", "no_sync": "DDP without its exchange (no_sync)", "ddp": "DDP"}
@@ -182,17 +166,6 @@ def _grid(low: float, high: float, steps: int = 60) -> list[float]:
     return [low * (high / low) ** (k / steps) for k in range(steps + 1)]
 
 
-def activation_table(run: Records) -> pandas.DataFrame:
-    """Bytes kept for backward, by batch: deterministic, counted not timed."""
-    rows = {
-        r.case["batch"]: {"activations (kB)": r.value / 1e3, "per sample (kB)": r.value / 1e3 / r.case["batch"]}
-        for r in run.where("activation_bytes")
-    }
-    table = pandas.DataFrame(rows).T.round(2)
-    table.index.name = "batch"
-    return table
-
-
 def communication(run: Records, guess: Prediction) -> None:
     """Figure: the share of a DDP step that synchronisation takes, against the batch of each rank."""
     if not len(run.where("step_s", mode="ddp")):
@@ -224,132 +197,3 @@ def communication(run: Records, guess: Prediction) -> None:
         f"The same {size:.2f} MB travel in every step, whatever the batch: per sample, a larger batch exchanges less. "
         f"At batch {64 if 64 in found else small}: {at}. {guess.against(at)}"
     )
-
-
-RULES = {
-    "same": "same rate",
-    "linear": "linear",
-    "linear, warm-up": "linear, warm-up",
-    "sqrt, warm-up": "square root, warm-up",
-    "AdamW, linear, warm-up": "AdamW: linear, warm-up",
-    "AdamW, sqrt, warm-up": "AdamW: square root, warm-up",
-}
-SAID = {"keeps": "keeps all but a point", "loses": "loses more than a point", "cannot be told": "cannot be told"}
-LEAST_POINTS = -12.0
-"""Below, a change of accuracy is drawn at the edge of the figure."""
-
-
-def learning_rates(config: lr_scaling.Config) -> pandas.DataFrame:
-    """The learning rate that each rule gives each batch, after any warm-up. Modelled."""
-    rows = {
-        config.base_batch * f: {name: lr_scaling.final_rate(config, rule, f) for rule, name in RULES.items()}
-        for f in config.factors
-    }
-    table = pandas.DataFrame(rows).T.round(4)
-    table.index.name = "batch"
-    return table
-
-
-def rule_text(config: lr_scaling.Config) -> None:
-    """What was chosen beforehand: the base rates and the length of the warm-up."""
-    say(
-        f"SGD's rate for batch {config.base_batch}, {config.base_lr:g}, was chosen beforehand, as the largest that was "
-        "as good there as smaller ones. To try that again: `python -m labs.lr_scaling --factors 1 --rules same --rates "
-        f"0.25 0.5 2 --adamw-factors 1 --seeds 24`. AdamW's is {config.adamw_lr:g}. A warm-up takes "
-        f"{100 * config.warm_up_share:.0f} % of all steps, more than the 5 of 90 epochs of Goyal et al."
-    )
-
-
-def lr_figure(run: Records, guess: Prediction) -> None:
-    """Figure: change of test accuracy against the smallest batch after equal epochs, one line per rule."""
-    rules = list(dict.fromkeys(r.case["rule"] for r in run.where("test_accuracy")))
-    batches = {r.case["factor"]: r.case["batch"] for r in run.where("test_accuracy")}
-    changes = {case: e.scaled(100, "points") for case, e in lr_scaling.change(run).items()}
-    kept = batches[lr_scaling.keeps_until(run, "linear, warm-up")]
-    lost = batches.get(lr_scaling.loses_from(run, "linear, warm-up"))
-    said = [f"keeps all but a point up to batch {kept}"] if kept > min(batches.values()) else []
-    said += [f"loses more than {'one' if said else 'a point'} at {_lost_text(run, lost)}"] if lost else []
-    message = f"Linear scaling with warm-up {', '.join(said) or 'cannot be judged by these seeds'}"
-    fig, ax = figure(
-        message,
-        xlabel="batch size",
-        records=run,
-        size=(7.0, 4.6),
-        legend_below=True,
-        ylabel=f"test accuracy against batch {min(batches.values())}\n(percentage points)",
-    )
-    ax.axhspan(-1, 1, color="#EFEFEF", zorder=0)
-    below = []
-    for k, rule in enumerate(rules):
-        found = {batches[f]: e for (r, f), e in changes.items() if r == rule and f > 1}
-        inside = {b: e for b, e in found.items() if e.value > LEAST_POINTS}
-        places = [b * 1.06 ** (k - len(rules) / 2) for b in inside]
-        points(ax, places, list(inside.values()), label=RULES[rule], color=SERIES[k % len(SERIES)], line=True)
-        if found and not inside:
-            ax.plot([], [], "v", color=SERIES[k % len(SERIES)], label=f"{RULES[rule]} (measured)")
-        for b in found.keys() - inside.keys():
-            ax.annotate(
-                "▼", (b * 1.06 ** (k - len(rules) / 2), LEAST_POINTS), ha="center", color=SERIES[k % len(SERIES)]
-            )
-            below.append(f"{RULES[rule]} at {b}: {found[b]}")
-    if below:
-        ax.plot([], [], "v", color=GREY, label="triangle: lower than drawn")
-    prediction(ax, float(guess), -1, label="loses a point")
-    ticks = [float(b) for f, b in batches.items() if f > 1]  # the change of the smallest batch is 0
-    outside = 0 < float(guess) < min(ticks) / 1.3 or max(ticks) * 1.3 < float(guess) < math.inf
-    log_axes(ax, sorted([*ticks, float(guess)] if outside else ticks))  # a star beyond the ticks could not be read
-    ax.set_ylim(LEAST_POINTS - 0.6, 3)
-    said = "; ".join(f"{rule}, batch {batches[f]}: {e}" for (rule, f), e in changes.items() if f > 1)
-    show(fig, alt=f"{message}. The grey band is one point. {said}")
-    say(_lr_text(run, batches, lost, guess, below))
-
-
-def _percent(r: Record) -> Estimate:
-    return estimate(r.samples).scaled(100, "%")
-
-
-def _lr_text(run: Records, batches: dict[int, int], lost: int | None, guess: Prediction, below: list[str]) -> str:
-    """What each rule is shown to keep and to lose, seed by seed, and what these seeds cannot tell."""
-    accuracies, base, lines = run.where("test_accuracy"), min(batches.values()), []
-    for rule in dict.fromkeys(r.case["rule"] for r in accuracies):
-        first = run.one("test_accuracy", rule=rule, factor=1)
-        words = lr_scaling.judged(run, rule)
-        said = [
-            f"{SAID[w]} at {', '.join(str(batches[f]) for f in words if words[f] == w)}"
-            for w in SAID
-            if w in words.values()
-        ]
-        gone = sum(r.value for r in run.where("diverged", rule=rule))
-        end = f"; {gone:.0f} trainings diverged" if gone else ""
-        lines.append(f"* {RULES[rule]} (batch {base}: {_percent(first)}): {'; '.join(said)}{end}.")
-    seeds = len(accuracies[0].samples)
-    told = "Linear scaling with warm-up is not shown to lose one point."
-    if lost:
-        told = guess.against(Estimate(lost, min([*_untried_below(run, lost), lost]), lost, seeds))
-        if float(guess) in _untried_below(run, lost):
-            told = f"You predicted {float(guess):g}, which was not tried here: this run cannot tell."
-    lines.append(f"* What is kept and lost is shown by the interval of {seeds} differences, seed by seed. {told}")
-    if below:
-        lines.append(f"* Below the figure, in points: {'; '.join(below)}.")
-    if len(untried := run.where("left_out")):
-        left = ", ".join(str(r.case["batch"]) for r in untried)
-        lines.append(f"* Not tried here: batch {left}, as {untried[0].case['why']}.")
-    return "\n".join(lines)
-
-
-def _untried_below(run: Records, batch: int) -> list[int]:
-    """Smaller batches that there was no time for: the first loss may lie at one of them."""
-    return [r.case["batch"] for r in run.where("left_out") if r.case["batch"] < batch]
-
-
-def _lost_text(run: Records, lost: int) -> str:
-    return f"{lost} or before" if _untried_below(run, lost) else f"{lost}"
-
-
-def imagenet_table() -> pandas.DataFrame:
-    """Goyal et al. 2017: ResNet-50 on ImageNet, error by batch and warm-up. Published."""
-    rows = [
-        {"batch": r.case["batch"], "warm-up": r.case["warm_up"], "error %": r.value, "±": r.case["plus_minus"]}
-        for r in imagenet_batches()
-    ]
-    return pandas.DataFrame(rows).set_index("batch")

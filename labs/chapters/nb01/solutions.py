@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,21 +68,3 @@ def train_epoch(
         right += (output.argmax(1) == y).sum()
     samples = sum(len(y) for _, y in batches)  # lengths are known on the host
     return total.item() / samples, right.item() / samples
-
-
-def diagnose(step_s_by_rank: Sequence[Sequence[float]]) -> str:
-    """What is wrong with a log of step times, by medians, which do not see single outliers."""
-    medians = [statistics.median(rank) for rank in step_s_by_rank]
-    if min(medians) < 0.1 * statistics.fmean(step_s_by_rank[0]):
-        return "not synchronised"
-    if max(medians) > 1.12 * min(medians):
-        return "straggler"
-    steps = [statistics.median(of_all) for of_all in zip(*step_s_by_rank, strict=True)]
-    if statistics.median(steps[:3]) > 1.3 * statistics.median(steps[10:]):
-        return "not warm"
-    blocks = [statistics.median(steps[i : i + 5]) for i in range(0, len(steps), 5)]
-    rise = blocks[-1] - blocks[0]
-    if rise < 0.12 * blocks[0]:
-        return "steady"
-    jump = max(after - before for before, after in pairwise(blocks))
-    return "neighbour" if jump > 0.5 * rise else "drift"

@@ -254,19 +254,3 @@ def shm_table(run: Records) -> None:
     if not rows:
         return say("Here /dev/shm cannot be limited for one process, so this trap was not run.")
     return show_table(pandas.DataFrame(rows).T)
-
-
-def sampler_table(run: Records) -> pandas.DataFrame:
-    """Eleven items on two ranks: who reads what, epoch by epoch, with and without set_epoch. Deterministic."""
-    rows = {}
-    for r in run.where("sampler_order"):
-        name = ("with" if r.case["set_epoch"] else "without") + " set_epoch, rank " + str(r.case["of_rank"])
-        rows.setdefault(name, {})[f"epoch {r.case['epoch']}"] = " ".join(f"{int(i)}" for i in r.samples)
-    return pandas.DataFrame(rows).T
-
-
-def sampler_text(run: Records) -> None:
-    """Which item is read twice, and which one never with drop_last. Deterministic."""
-    for r in run.where("items_read"):
-        told = f"twice: {r.case['twice'] or 'none'}, never: {r.case['never'] or 'none'}"
-        print(f"drop_last={r.case['drop_last']}: {r.value:.0f} items read of {r.case['items']}; {told}")

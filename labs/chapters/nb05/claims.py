@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 
-from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import GAIN, GB, Verdict, cannot_tell, judged, last, only_on, size, verdict, within, word
+from labs.kit.claims import GB, Verdict, judged, last, only_on, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF
 
@@ -20,7 +19,6 @@ NEXT_CARD = 1.5  # from 16 to 24, 40 and 80 GB each card has at least as much mo
 ABOUT_20, OFF = 20.0, 5.0  # %, and how far from it is still that
 LINEAR = 1.25  # memory that grows as a higher power of the length is on its way to the square
 SAME = 1e-4  # relative: gradients that differ by no more are the same but for rounding
-UNHARMED = 1.05  # times as long: up to here a lack of memory does not show in a step's time
 
 
 # -- a step's memory, traced
@@ -183,90 +181,3 @@ def _(evidence: Records) -> Verdict:
         f"take {time} the time"
     )
     return Verdict("depends" if found == "holds" and not same else found, because)
-
-
-@verdict("B40")
-def _(evidence: Records) -> Verdict:
-    found = remedies.leaks(evidence)
-    if not found.gpu:
-        return Verdict("needs N GPUs", f"in the CPU's allocator {found}", "")
-    right = [found.peak_tells, found.names_a_place]
-    return Verdict(word(right, [not r for r in right]), str(found))
-
-
-# -- CUDA's allocator
-
-
-@verdict("B30")
-def _(evidence: Records) -> Verdict:
-    one = allocator.of_one_device()
-    documented = f"torch {'documents' if one else 'does not document'} it as that of one given device"
-    with contextlib.suppress(LookupError):
-        told, device = allocator.seen(evidence)
-        missing = device > told
-        because = (
-            f"{size(device)} of this GPU are in use, it knows of the {size(told)} of this process's allocator; "
-            f"{documented}"
-        )
-        return Verdict(word([not missing, not one], [missing, one]), because)
-    if not one:
-        return Verdict("needs N GPUs", documented, "")
-    return Verdict("does not hold", f"{documented}, the current one if none is given; read, not run", "")
-
-
-@verdict("B33")
-def _(evidence: Records) -> Verdict:
-    pattern = allocator.pattern(evidence)
-    if not pattern.gpu:
-        return Verdict("needs N GPUs", f"{allocator.SIMULATED}, a fragmenting pattern {pattern}", "")
-    if not pattern.short:
-        return _nothing_short(evidence)
-    because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
-    return Verdict(word(pattern.avoided, [not a for a in pattern.avoided]), because)
-
-
-def _nothing_short(evidence: Records) -> Verdict:
-    """Where nothing ran out of memory, nothing can help against it."""
-    fits = "the pattern that is to fragment memory fits on this GPU as it is"
-    return cannot_tell(f"{fits}{allocator.price(evidence)}")
-
-
-@verdict("D22")
-def _(evidence: Records) -> Verdict:
-    pattern, emptying = allocator.pattern(evidence), allocator.emptying(evidence)
-    if not pattern.gpu or emptying is None:
-        each = allocator.ways(evidence)[allocator.EACH]
-        return Verdict("needs N GPUs", f"{allocator.SIMULATED}: {each}", "")
-    if not pattern.short:
-        return _nothing_short(evidence)
-    because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
-    if all(pattern.avoided) and emptying.low <= 1 and emptying.high >= GAIN:
-        return cannot_tell(because)
-    right = [avoided and emptying.high < GAIN for avoided in pattern.avoided]
-    return Verdict(word(right, [not avoided for avoided in pattern.avoided]), because)
-
-
-@verdict("B38")
-def _(evidence: Records) -> Verdict:
-    run = last(evidence, remedies.LAB, "peak_bytes", part="gpu", cudnn_benchmark=True)
-    off, on = (run.one("peak_bytes", part="gpu", cudnn_benchmark=b).samples for b in (False, True))
-    pairs = {"first": (off[0], on[0]), "last": (off[-1], on[-1])}
-    right = [b < a for a, b in pairs.values()]
-    said = [f"{size(a)} become {size(b)} in the {name} step" for name, (a, b) in pairs.items()]
-    return Verdict(word(right, [not r for r in right]), f"the peak of convolutions on this GPU: {', '.join(said)}")
-
-
-@verdict("C26")
-def _(evidence: Records) -> Verdict:
-    try:
-        found = allocator.tight(evidence)
-    except LookupError:
-        told = f"{allocator.SIMULATED}: {allocator.retried(evidence)}; what that costs in time only a GPU can tell"
-        return Verdict("needs N GPUs", told, "")
-    if not found:
-        return cannot_tell("of the sizes of memory tried on this GPU none was short, or none was enough")
-    hidden = [t.slower for t in found if t.slower and t.retries]
-    because = f"with less memory than enough, on this GPU: {'; '.join(map(str, found))}"
-    if not hidden:
-        return Verdict("does not hold", f"{because}: where it runs, nothing is hidden")
-    return judged([s.low > UNHARMED for s in hidden], [s.high < UNHARMED for s in hidden], because)

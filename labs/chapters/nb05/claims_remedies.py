@@ -1,10 +1,9 @@
-"""What notebook 05's records say of remedies against a full memory, and of leaks."""
+"""What notebook 05's records say of remedies against a full memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from labs import memory_remedies
 from labs.kit.claims import last, ratio, size, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
@@ -12,7 +11,6 @@ from labs.parts.remedies.ways_out import HALF, LEAN
 
 LAB = "memory_remedies"
 MICRO, AUTOCAST = "4 micro-batches", "bf16 autocast"
-ASKED = "torch.cuda.max_memory_allocated()"
 HELPS = 10.0  # %: a peak that falls by less is no remedy for a step that does not fit
 
 
@@ -79,48 +77,3 @@ def accumulated(evidence: Records) -> tuple[float, Estimate]:
     errors = [r.value for r in run.where("gradient_error", part="accumulation")]
     many, whole = (run.one("step_s", part="accumulation", micro_batches=m) for m in (4, 1))
     return max(errors), ratio(many, whole)
-
-
-# -- leaks
-
-
-class Leaks(NamedTuple):
-    """Whether each number tells loops with a leak from those without, and where the history puts leaks."""
-
-    peak_tells: bool
-    growth_tells: bool
-    harmless_peak: float
-    """The highest peak of loops that do not leak, in bytes."""
-    leaking_peaks: list[float]
-    lines: list[str]
-    """Where the history says that what a loop holds was made, and in which loop."""
-    answer: str
-    """What the function says."""
-    gpu: bool
-
-    @property
-    def names_a_place(self) -> bool:
-        """Whether the answer is more than a number of bytes."""
-        return not self.answer.isdigit()
-
-    def __str__(self) -> str:
-        verbs = ["tells" if tells else "does not tell" for tells in (self.peak_tells, self.growth_tells)]
-        ends = " to ".join(dict.fromkeys(size(f(self.leaking_peaks)) for f in (min, max)))
-        history = f", the history of allocations names {self.lines[0]}" if self.lines else ""
-        answer = self.answer if self.names_a_place else "only bytes"
-        return (
-            f"the peak {verbs[0]} loops that leak ({ends}) from others (up to {size(self.harmless_peak)}), growth "
-            f"{verbs[1]} them. {ASKED} answers {answer}{history}"
-        )
-
-
-def leaks(evidence: Records) -> Leaks:
-    """Of the last launch. LookupError without loops of both kinds, or without torch's own answer."""
-    run = last(evidence, LAB, "peak_so_far_bytes", part="leaks")
-    clean, leaky = ([r.samples[-1] for r in run.where("peak_so_far_bytes", leaks=leaks)] for leaks in (False, True))
-    if not clean or not leaky:
-        raise LookupError(f"launch({LAB!r}) with loops that leak and loops that do not is needed")
-    answer = last(evidence, LAB, "raised", call=ASKED).one("raised", call=ASKED).case["answer"]
-    tells = [memory_remedies.separates(run, m) for m in ("peak_so_far_bytes", "growth_bytes")]
-    lines = [f"{r.case['line']}, in the loop {r.case['loop']}" for r in run.where("site_share", leaks=True)]
-    return Leaks(*tells, max(clean), leaky, lines, answer, run[0].layout["device"] == "cuda")

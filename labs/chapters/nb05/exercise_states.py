@@ -1,4 +1,4 @@
-"""States that exercises of notebook 05 save, and how two of them are compared."""
+"""How states that exercises of notebook 05 save are compared."""
 
 from __future__ import annotations
 
@@ -9,21 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labs.kit.check import Mistake, error_text
-
-
-def a_state(step: int) -> dict[str, Any]:
-    """What a training of 12,000 parameters saves at `step`: about 100 kB of tensors, numbers and text."""
-    draw = torch.Generator().manual_seed(step)
-    weight = torch.randn(96, 128, generator=draw)
-    moments = {"step": torch.tensor(float(step)), "exp_avg": weight / 10}
-    return {
-        "model": {"weight": weight, "bias": torch.randn(96, generator=draw).bfloat16(), "seen": torch.tensor(step)},
-        "optimizer": {"state": {0: moments}, "param_groups": [{"lr": 1e-3 / (step + 1), "betas": (0.9, 0.999)}]},
-        "random": draw.get_state(),
-        "run": {"name": "baseline", "epoch": step // 4, "best_loss": None},
-        "step": 4 * step,  # of batches, of which the training makes a step of four
-    }
+from labs.kit.check import error_text
 
 
 def leaves(value: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
@@ -78,15 +64,3 @@ def described(error: BaseException) -> str:
     """The error in a few words."""
     first = next(iter(error_text(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:160].rstrip(":. ")
-
-
-def check_same(loaded: Any, step: int, when: str) -> None:
-    """Mistake unless `loaded` is (step, a_state(step))."""
-    if loaded is None:
-        raise Mistake(f"{when} load() gives None", "return (step, state)")
-    if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
-        raise Mistake(f"{when} load() gives a {type(loaded).__name__}, not two values", "return (step, state)")
-    if loaded[0] != step:
-        raise Mistake(f"{when} load() gives {loaded[0]!r:.40} as its step, not {step}", "return (step, state)")
-    if path := difference(loaded[1], a_state(step)):
-        raise Mistake(f"{when} {path} is not what was saved", "dtypes, tuples and nested dicts come back as they were")

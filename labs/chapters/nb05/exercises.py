@@ -1,9 +1,8 @@
-"""Exercises of notebook 05: files that survive, a stack under a budget of bytes, a chunked loss, a complete state."""
+"""Exercises of notebook 05: a stack under a budget of bytes, a chunked loss, a complete state."""
 
 from __future__ import annotations
 
 from labs.chapters.nb05 import solutions as solution
-from labs.chapters.nb05.exercise_files import check_checkpoints
 from labs.chapters.nb05.exercise_loss import check_chunked_loss
 from labs.chapters.nb05.exercise_recompute import check_run_stack
 from labs.chapters.nb05.exercise_resume import check_resumable
@@ -13,7 +12,6 @@ LIMIT_S = 90.0
 """Each check takes a second or two, and many times that where other programs use the cores."""
 
 EXERCISES = {
-    "05.1": Exercise("checkpoints that survive", check_checkpoints, solution.Checkpoints, LIMIT_S),
     "05.2": Exercise("a stack under a budget of bytes", check_run_stack, solution.run_stack, LIMIT_S),
     "05.3": Exercise("a loss without all logits", check_chunked_loss, solution.chunked_loss, LIMIT_S),
     "05.4": Exercise("a state from which training goes on exactly", check_resumable, solution.Resumable, LIMIT_S),

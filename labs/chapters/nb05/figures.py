@@ -9,15 +9,12 @@ import pandas
 
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import estimate, paired_ratio
+from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
 from labs.kit.record import Record, Records
-from labs.memory_remedies import UNLIMITED, enough_headroom
 from labs.parts.memory.chunked_loss import CONTEXT, WORDS
 from labs.parts.oracle import report as oracle_report
 from labs.parts.oracle.trace import CATEGORIES
-from labs.parts.remedies.ways_out import OFFLOAD
-from labs.parts.remedies.ways_to_allocate import EACH, PLAIN
 from labs.parts.sources import on_gpus
 from labs.parts.sources.published import stated
 
@@ -29,10 +26,9 @@ COLORS = {
     "temporaries": SERIES[4],
     "inputs/buffers": SERIES[3],
 }
-FITS = {True: "fits", False: "out of memory"}
 POLICIES = {"none": "nothing", "stage": "each stage", "block": "each block"}
 RECOMPUTED = {"none": "nothing recomputed", "stage": "each stage recomputed", "block": "each block recomputed"}
-MB, GB = 1e6, 1e9
+GB = 1e9
 
 
 def timeline(run: Records) -> None:
@@ -198,24 +194,6 @@ def conditions(run: Records) -> pandas.DataFrame:
                 "peak GB": f"{size:.1f}",
             }
         )
-    states, cluster = run.where("states_bytes")[0], run.where("cluster_bytes")[0]
-    billions, cards = states.case["parameters"] / 1e9, f"{cluster.case['cards']} x {cluster.case['gpu']}"
-    rows.append(
-        {
-            "model": "GPT-3, Adam, FP32 states",
-            "step": f"{billions:.0f} billion parameters, no batch yet",
-            "recomputed": "",
-            "peak GB": f"{states.value / GB:,.0f}",
-        }
-    )
-    rows.append(
-        {
-            "model": cards,
-            "step": "all their memory, as nvidia-smi prints it",
-            "recomputed": "",
-            "peak GB": f"{cluster.value / GB:,.0f}",
-        }
-    )
     return pandas.DataFrame(rows).set_index("model")
 
 
@@ -236,21 +214,6 @@ def largest(run: Records) -> pandas.DataFrame:
             }
         )
     return pandas.DataFrame(rows).set_index("recomputed")
-
-
-def offload(run: Records) -> None:
-    """In words: what save_on_cpu moves, and what a step takes with it here, where it is a copy within one memory."""
-    times = {r.case["way"]: r.samples for r in run.where("step_s", part="offload")}
-    moved = run.where("moved_bytes", part="offload")
-    said = f"With `save_on_cpu` a step of {run.where('step_s', part='offload')[0].case['model']} takes "
-    said += f"{paired_ratio(times[OFFLOAD], times['plain'])} the time. "
-    if moved:
-        said += (
-            f"{moved[0].value / MB:.1f} MB leave in forward and come back in backward; here they are "
-            f"copied within one "
-            "memory, on a GPU they would pass PCIe twice."
-        )
-    say(said)
 
 
 def remedies(run: Records, guess: Prediction) -> None:
@@ -312,43 +275,3 @@ def leaks(run: Records) -> pandas.DataFrame:
             }
         )
     return pandas.DataFrame(rows).set_index("loop")
-
-
-def recorded_fragments(simulated: Records) -> None:
-    """Whether a pattern that breaks memory into pieces fits, in the simulation and on recorded GPUs, by way."""
-    runs = on_gpus.of_claims("05", "memory_remedies")
-    ways = [r.case["way"] for r in simulated.where("fits", part="fragmentation")]
-    columns = {"simulated": simulated, **{", ".join(run.provenance["gpus"]): run for run in runs}}
-    parts = dict.fromkeys(columns, "gpu") | {"simulated": "fragmentation"}
-    rows = [
-        {"way": way}
-        | {name: FITS[bool(run.one("fits", part=parts[name], way=way).value)] for name, run in columns.items()}
-        for way in ways
-    ]
-    show_table(pandas.DataFrame(rows).set_index("way"))
-    on_gpus.told(runs, _fragments_text)
-
-
-def _fragments_text(run: Records) -> str:
-    """What emptying the cache in every step costs."""
-    each, plain = (run.one("step_s", part="gpu", way=way) for way in (EACH, PLAIN))
-    times = paired_ratio(each.samples, plain.samples)
-    return f"a step of four convolutions takes {times} the time if the cache is emptied after each step."
-
-
-def fragments(run: Records) -> pandas.DataFrame:
-    """What a simulated CUDA allocator reserves for batches of changing length, by way to use it."""
-    rows = []
-    for r in run.where("lasting_allocs", part="lengths", headroom=UNLIMITED):
-        case = {"part": "lengths", "way": r.case["way"], "headroom": UNLIMITED}
-        reserved, needed = (run.one(f"{m}_peak_bytes", **case).value for m in ("reserved", "allocated"))
-        enough = f"{enough_headroom(run, r.case['way']):g} x"
-        rows.append(
-            {
-                "way": r.case["way"],
-                "reserved / needed": round(reserved / needed, 2),
-                "cudaMalloc per step": round(r.value, 1),
-                "memory to always fit": enough,
-            }
-        )
-    return pandas.DataFrame(rows).set_index("way")

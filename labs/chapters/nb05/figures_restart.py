@@ -6,7 +6,7 @@ import pandas
 
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import estimate, paired_ratio
+from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, curve, figure, log_axes, prediction, show
 from labs.kit.record import Records
 from labs.parts.checkpoints import checkpoint_interval
@@ -79,21 +79,6 @@ def damage_table(run: Records) -> pandas.DataFrame:
         used = run.one("previous_used", damage=damage).samples
         rows.append({**cells, "previous one used": f"{sum(used):.0f} of {len(used)}"})
     return pandas.DataFrame(rows).set_index("damage")
-
-
-def save_times(run: Records) -> None:
-    """What each guarantee costs: time of a save against a plain torch.save onto the old file, in words."""
-    said = []
-    for state in ("training", "large"):
-        seconds = {w: run.one("save_s", state=state, way=w).samples for w in ("rename", "fsync + rename", "full")}
-        size = run.one("checkpoint_bytes", state=state, way="full").value
-        fsync = paired_ratio(seconds["fsync + rename"], seconds["rename"])
-        rest = paired_ratio(seconds["full"], seconds["fsync + rename"])
-        said.append(
-            f"* A file of {size / 1e6:.2g} MB takes {estimate(seconds['full'], 's')}. With fsync a save "
-            f"takes {fsync} the time without; with SHA-256, lock and clearing away, {rest} that."
-        )
-    say("\n".join(said))
 
 
 def restart(run: Records, guess: Prediction) -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import io
-import os
 import random
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,57 +14,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb05.exercise_trainer import Trainer
-
-
-class Checkpoints:
-    """The newest `keep` states of a training, each in a file `step-12.pt` that is complete or not there."""
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = Path(folder), keep
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write one file, on the disk when this returns. OSError if it cannot; then nothing has changed."""
-        content = io.BytesIO()
-        torch.save({"step": step, "state": state}, content)
-        checksum = hashlib.sha256(content.getvalue()).digest()
-        unfinished = self.folder / "unfinished"  # the same folder: renaming is one step only within a file system
-        try:
-            with open(unfinished, "wb") as file:
-                file.write(checksum + content.getvalue())
-                file.flush()  # from Python's buffer to the kernel,
-                os.fsync(file.fileno())  # and from there to the disk
-            os.replace(unfinished, self.folder / f"step-{step}.pt")
-            self.sync_folder()
-        finally:
-            unfinished.unlink(missing_ok=True)
-        for old in self.newest_first()[self.keep :]:
-            old.unlink()
-
-    def load(self) -> tuple[int, dict[str, Any]] | None:
-        """(step, state) of the newest whole file; None if there are no files. RuntimeError if all are damaged."""
-        paths = self.newest_first()
-        for path in paths:
-            checksum, content = (data := path.read_bytes())[:32], data[32:]
-            if hashlib.sha256(content).digest() == checksum:
-                saved = torch.load(io.BytesIO(content), weights_only=True)
-                return saved["step"], saved["state"]
-            print(f"{path.name} is damaged; trying the one before")
-        if paths:
-            raise RuntimeError(f"all {len(paths)} checkpoints in {self.folder} are damaged")
-        return None
-
-    def newest_first(self) -> list[Path]:
-        """The checkpoints by step; files that others have left here are none of them."""
-        found = [(re.fullmatch(r"step-(\d+)\.pt", path.name), path) for path in self.folder.iterdir()]
-        return [path for match, path in sorted(((m, p) for m, p in found if m), key=lambda f: -int(f[0][1]))]
-
-    def sync_folder(self) -> None:
-        """The folder's list of names is a file of its own, and it has to reach the disk as well."""
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def run_stack(blocks: Sequence[nn.Module], x: Tensor, kept_bytes: Sequence[int], budget_bytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Verdicts of notebook 07: records, datasheets and documentation on the articles' advice on communication."""
+"""Verdicts of notebook 07: records and documentation on the articles' advice on communication."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from labs import bucket_overlap, gradient_compression, slow_link
-from labs.kit import hardware
-from labs.kit.claims import Verdict, depends, ends, in_general, judged, last, size, verdict, word
+from labs.kit.claims import Verdict, depends, in_general, judged, last, size, verdict
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -16,7 +15,6 @@ from labs.parts.communication.wire import NO_PACE
 
 STATED = 10  # percent of the bytes that B18 leaves
 FLAT = 1.05  # up to which two numbers are the same
-TIMES, ROUNDING = 3.0, 0.5  # B28's factor, and how far a factor may be from it that is written as "3 times"
 MATTERS = 5.0  # % of a step
 SAME = 1.02  # bytes on the wire that are equal but for headers
 
@@ -160,19 +158,6 @@ def _(evidence: Records) -> Verdict:
     )
 
 
-@verdict("B28")
-def _(evidence: Records) -> Verdict:
-    rows = [s for s in hardware.specs() if s.link and s.link_gb_s]
-    pcie = max(s.link_gb_s for s in rows if s.link == "PCIe 4 x16")
-    ratios = sorted({s.link_gb_s / pcie for s in rows if s.link.startswith("NVLink 3")})
-    near = [abs(r - TIMES) <= ROUNDING for r in ratios]
-    told = ends([f"{r:.1f}" for r in ratios])
-    because = (
-        f"NVLink 3 carries {told} times what PCIe 4.0 x16 does, by the datasheets. What a training gains, GPUs tell."
-    )
-    return Verdict(word(near, [not n for n in near]), because, "published")
-
-
 @verdict("C16")
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "gradient_compression", "autocast_sent_bytes")
@@ -184,26 +169,6 @@ def _(evidence: Records) -> Verdict:
     )
     word_ = "holds" if ratio < 1 / SAME else "does not hold"
     return Verdict(word_, f"Under autocast DDP sends {ratio:.2f} times the bytes that it sends without.{half}")
-
-
-@verdict("C17")
-def _(evidence: Records) -> Verdict:
-    return Verdict(
-        "does not hold",
-        "PyTorch's documentation: blocking wait makes the process wait for each collective "
-        "and has a performance overhead; it is there to find errors.",
-        "published",
-    )
-
-
-@verdict("B43")
-def _(evidence: Records) -> Verdict:
-    return Verdict(
-        "holds",
-        "It reports the bus bandwidth of each collective by size and type, for GPUs over NCCL "
-        "(its doc/PERFORMANCE.md). This notebook uses its definition.",
-        "published",
-    )
 
 
 @verdict("C23")
@@ -263,19 +228,3 @@ def _(evidence: Records) -> Verdict:
     if found := nccl_against_gloo(evidence):
         return found
     return Verdict("needs N GPUs", f"Which is the best, a measurement tells: {NCCL_OR_GLOO}.", "")
-
-
-@verdict("B29")
-def _(evidence: Records) -> Verdict:
-    links = {s.gpu: s.link for s in hardware.specs() if s.gpu.startswith("A100 80GB") and s.link}
-    if not links:
-        raise LookupError("labs/kit/gpus.toml names no link of an A100 of 80 GB")
-    all_joined = [link.startswith("NVLink") and "bridge" not in link for link in links.values()]
-    pairs = "" if all(all_joined) else " A bridge joins two cards (nvidia.com/data-center/nvlink): four are two pairs."
-    return Verdict(
-        word(all_joined, [not joined for joined in all_joined]),
-        "The name tells the memory, not the link: "
-        f"{', '.join(f'{gpu}: {link}' for gpu, link in links.items())}.{pairs} What joins yours, "
-        "nvidia-smi topo -m tells.",
-        "published",
-    )

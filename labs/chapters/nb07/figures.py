@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pandas
 
 from labs import all_reduce_anatomy, nccl_log
 from labs.kit.check import Prediction
-from labs.kit.display import say, show_table
+from labs.kit.display import say
 from labs.kit.explore import Slider, explore
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
 from labs.parts.communication.ring import snapshots
-from labs.parts.sources.published import all_reduce_of_bert, all_reduce_on_8_h200
-from labs.parts.timing.collectives import LatencyBandwidth, bus_factor, fit
+from labs.parts.sources.published import all_reduce_on_8_h200
+from labs.parts.timing.collectives import bus_factor, fit
 
 
 def ring_steps() -> None:
@@ -139,77 +137,9 @@ def _busbw_text(run: Records, gb: dict, guess: Prediction) -> str:
     return "\n".join(f"* {line}" for line in lines)
 
 
-def two_sizes(run: Records, guess: Prediction) -> None:
-    """Latency and bandwidth from the smallest and the largest size, how wrong they are between, and a fit to all."""
-    sizes = [r.case["size"] for r in run.where("all_reduce_s")]
-    seconds = [r.value for r in run.where("all_reduce_s")]
-    times = [estimate(r.samples, "s") for r in run.where("all_reduce_s")]
-    ends = fit([sizes[0], sizes[-1]], [seconds[0], seconds[-1]])
-    errors = [100 * (ends.seconds(s) / t - 1) for s, t in zip(sizes, seconds, strict=True)]
-    shown = [e for s, t, e in zip(sizes, times, errors, strict=True) if not t.low <= ends.seconds(s) <= t.high]
-    worst = max(shown or errors, key=abs)
-    message = f"A line through two sizes is {abs(worst):.0f}% off at {_bytes(sizes[errors.index(worst)])}"
-    if not shown:
-        message = "How wrong a line through two sizes is, this run is too noisy to tell"
-    fig, ax = figure(
-        message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run, legend_below=True
-    )
-    points(ax, sizes, [milliseconds(r) for r in run.where("all_reduce_s")], label="all-reduce")
-    curve(ax, sizes, [1e3 * ends.seconds(s) for s in sizes], label="through the first and the last size")
-    whole = fit(sizes, seconds)
-    curve(ax, sizes, [1e3 * whole.seconds(s) for s in sizes], label="fitted to all sizes", color=SERIES[2])
-    log_axes(ax, sizes, TICKS_MS)
-    ax.set_ylim(min(seconds) * 500, max(seconds) * 2000)
-    show(fig, alt=f"{message}. Fitted to all: {_link(whole)}.")
-    say(
-        "\n".join(
-            f"* {line}" for line in (_guessed(guess, shown), _line_text(shown, times), _fit_text(sizes, times, whole))
-        )
-    )
-
-
-def _guessed(guess: Prediction, shown: list[float]) -> str:
-    """The prediction beside the largest error that is shown, if one is."""
-    if shown:
-        return guess.against(max(map(abs, shown)))
-    return "Whether your prediction is right, this run cannot tell."
-
-
-def _line_text(shown: list[float], times: list[Estimate]) -> str:
-    if not shown:
-        return "The largest distance from the line is within the interval of that size: an error of it cannot be told."
-    return f"The line misses the intervals of {len(shown)} of {len(times)} sizes."
-
-
-TICKS_MS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-
-
 def milliseconds(record: Record) -> Estimate:
     """Median and interval of a record that is in seconds."""
     return estimate([1e3 * s for s in record.samples], "ms")
-
-
-def _fit_text(sizes: list[float], times: list[Estimate], whole: LatencyBandwidth) -> str:
-    fitted = [1e3 * whole.seconds(s) for s in sizes]
-    errors = [abs(ms / t.value - 1) for ms, t in zip(fitted, times, strict=True)]
-    outside = sum(not t.low <= ms <= t.high for ms, t in zip(fitted, times, strict=True))
-    end = f"it misses the intervals of {outside} of {len(times)}" if outside else "all within the intervals"
-    return (
-        f"Fitted to all sizes: {_link(whole)}. From the medians it is {100 * statistics.median(errors):.0f}% off "
-        f"in the middle and {100 * max(errors):.0f}% at most, {end}."
-    )
-
-
-def _link(found: LatencyBandwidth) -> str:
-    rate = "no bandwidth that these sizes can tell" if found.b_s == float("inf") else f"{found.b_s / 1e9:.2g} GB/s"
-    return f"{1e6 * found.latency_s:.0f} us and {rate}"
-
-
-def _bytes(size: float) -> str:
-    for unit, factor in (("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:g} B"
 
 
 def published_fit(guess: Prediction) -> None:
@@ -244,66 +174,6 @@ def _fitted(sizes: list[float], seconds: list[float]) -> list[float]:
 def _worst(line: list[float], seconds: list[float]) -> float:
     """Largest error of `line` in %."""
     return 100 * max(abs(a / b - 1) for a, b in zip(line, seconds, strict=True))
-
-
-def bert_on_two_nodes(network: str = "Ethernet") -> None:
-    """The published time from which both formulas start."""
-    run = all_reduce_of_bert().where(network=network)
-    start, largest = _with_two(run), max(run, key=_nodes)
-    gpus = start.case["gpus_per_node"]
-    print(
-        f"published: {1e3 * start.value:,.0f} ms over {network} with 2 nodes of {gpus} GPUs. "
-        f"How many ms with {_nodes(largest)} nodes?"
-    )
-
-
-def which_algorithm(guess: Prediction) -> None:
-    """Two published clusters against two formulas: which of them is right where? Errors in %, anchored at two nodes.
-
-    `guess` is the time over Ethernet with the most nodes, in ms.
-    """
-    rows = []
-    for network in ("Ethernet", "InfiniBand"):
-        run = all_reduce_of_bert().where(network=network)
-        for record in sorted(run, key=_nodes):
-            if _nodes(record) > 2:
-                rows.append(
-                    {"network": network, "nodes": _nodes(record), "published (ms)": f"{1e3 * record.value:.0f}"}
-                    | {
-                        name: f"{1e3 * s:.0f} ({100 * (s / record.value - 1):+.0f}%)"
-                        for name, s in formulas(run, _nodes(record)).items()
-                    }
-                )
-    show_table(pandas.DataFrame(rows).set_index(["network", "nodes"]))
-    run = all_reduce_of_bert().where(network="Ethernet")
-    largest = max(run, key=_nodes)
-    lines = [guess.against(1e3 * largest.value, "published")]
-    if guess == guess:
-        apart = {name: abs(float(guess) - 1e3 * s) for name, s in formulas(run, _nodes(largest)).items()}
-        lines.append(f"Your prediction is nearer to the {min(apart, key=apart.get)}.")
-    print(" ".join(lines))
-
-
-def formulas(run: Records, nodes: int) -> dict[str, float]:
-    """Seconds with `nodes` nodes by each formula, both as published with two."""
-    anchor = _with_two(run)
-    gpus = anchor.case["gpus_per_node"]
-    return {
-        "flat ring": anchor.value * _ring(nodes * gpus) / _ring(2 * gpus),
-        "ring of nodes": anchor.value * _ring(nodes) / _ring(2),
-    }
-
-
-def _with_two(run: Records) -> Record:
-    return next(r for r in run if _nodes(r) == 2)
-
-
-def _nodes(record: Record) -> int:
-    return record.case["nodes"]
-
-
-def _ring(n: int) -> float:
-    return bus_factor("all_reduce", n)
 
 
 def in_words(log: str, topology: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures and sentences of notebook 07 on DDP's buckets and switches."""
+"""Figures and sentences of notebook 07 on DDP's buckets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from labs.chapters.nb07.figures import milliseconds
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs
-from labs.kit.plot import bars, curve, figure, log_axes, points, prediction, show
+from labs.kit.plot import curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.communication import wire
 from labs.parts.data_parallel import step_timeline
@@ -76,20 +76,3 @@ def _buckets_text(run: Records, predicted: dict[float, float], guess: Prediction
         *wire.label(run),
     ]
     return "\n".join(f"* {line}" for line in lines)
-
-
-def switches(run: Records) -> None:
-    """What each of DDP's switches does to a step, against the default, round by round."""
-    found = bucket_overlap.switch_ratios(run)
-    told = [name for name, ratio in found.items() if differs(ratio)]
-    message = (
-        f"{', '.join(told)}: a difference that this run shows"
-        if told
-        else "No switch makes a difference that this run can show"
-    )
-    fig, ax = figure(
-        message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 3.3), legend_below=True
-    )
-    bars(ax, list(found), found.values())
-    ax.axvline(1, linestyle=":", color="black")
-    show(fig, alt=f"{message}. " + ", ".join(f"{name}: {ratio}" for name, ratio in found.items()) + ".")

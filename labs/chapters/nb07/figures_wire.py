@@ -162,14 +162,8 @@ def _gain_text(way: str, by: dict[float, Estimate]) -> str:
     return text + (f", surely slower at {', '.join(f'{m:g}' for m in sorted(loss))} MB/s." if loss else ".")
 
 
-def break_even(run: Records) -> None:
-    """The break-even bandwidth of every way, predicted and tried."""
-    for way, tried in gradient_compression.crossings(run).items():
-        print(f"{way}: {gradient_compression.tried_text(tried)}")
-
-
 def recorded_break_even(*names: str) -> None:
-    """The same from recorded runs, each with its model, its rounds and where it comes from."""
+    """Break-even bandwidths, predicted and tried, of recorded runs: their models, rounds and where they come from."""
     for run in (load(RECORDED / f"compression_break_even_{name}.jsonl") for name in names):
         for way, tried in gradient_compression.crossings(run).items():
             [predicted] = run.where("break_even_mb_s", way=way)

@@ -51,24 +51,3 @@ def eight_bits(state: dict, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     done = torch.futures.Future[Tensor]()
     done.set_result(sum(c * s for c, s in zip(codes, scales, strict=True)) / ranks)  # in the same order on all ranks
     return done
-
-
-def diagnose(timeline: list, latency_ms: float) -> tuple[float, int, str]:
-    """Largest exposed share of a rank's communication, that rank, and the remedy that helps most."""
-    shares = []
-    for rank in timeline:
-        late = sum(max(0.0, b.end - max(b.start, rank.backward[1])) for b in rank.buckets)
-        shares.append(late / sum(b.end - b.start for b in rank.buckets))
-    share, worst = max(shares), shares.index(max(shares))
-    if share < 0.1:
-        return share, worst, "nothing"
-    ends = sorted(rank.backward[1] for rank in timeline)
-    step_end = timeline[0].buckets[-1].end
-    if ends[-1] - ends[0] > (step_end - ends[0]) / 2:  # most of the waiting is for a rank that still computes
-        return share, worst, "mend the straggler"
-    # A bucket moves from when the last rank has joined; before that the others wait for it
-    moves = sum(same[0].end - max(b.start for b in same) for same in zip(*(r.buckets for r in timeline), strict=True))
-    latencies = latency_ms * len(timeline[0].buckets)
-    if moves < timeline[0].backward[1] - timeline[0].backward[0] and latencies < moves / 2:
-        return share, worst, "smaller buckets"  # all of it could be hidden, if it began earlier
-    return share, worst, "larger buckets" if latencies > moves / 2 else "faster wire"

@@ -1,7 +1,7 @@
-"""Verdicts of notebook 08: on machines that meet, and on cards and what they train; a file for each."""
+"""Verdicts of notebook 08: on machines that meet."""
 
 from __future__ import annotations
 
-from labs.chapters.nb08 import claims_cost, claims_nodes
+from labs.chapters.nb08 import claims_nodes
 
-__all__ = ["claims_cost", "claims_nodes"]  # imported to register their verdicts
+__all__ = ["claims_nodes"]  # imported to register their verdicts

@@ -39,17 +39,6 @@ def met(evidence: Records) -> tuple[int, set[str]]:
     return ranks, {r.case["name"] for r in run.where("variable")}
 
 
-@verdict("A03")
-def _(evidence: Records) -> Verdict:
-    return Verdict(
-        "does not hold",
-        "Read in article A: the name mp stands in its import alone (line 13), and nothing "
-        "calls setup or train from outside. Run as it is, the listing starts no process, and no rank "
-        "exists.",
-        "published",
-    )
-
-
 @verdict("A06")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "init without an address")
@@ -96,17 +85,6 @@ def _(evidence: Records) -> Verdict:
     )
 
 
-@verdict("B35")
-def _(evidence: Records) -> Verdict:
-    _, line = drilled(evidence, "no such interface")
-    return Verdict(
-        "does not hold",
-        "NCCL's documentation: the variable filters its interfaces by name, and replaces "
-        f"a choice that favours names with ib ({NCCL}). A wrong name for gloo's: {line or 'no error'}.",
-        "published",
-    )
-
-
 @verdict("C04")
 def _(evidence: Records) -> Verdict:
     went_on, line = drilled(evidence, "port taken")
@@ -115,16 +93,6 @@ def _(evidence: Records) -> Verdict:
     why = line or "no rank computed on, and none said why"
     return Verdict(
         "depends", f"A fixed port works until a second job wants it: {why}. And to another machine localhost is itself."
-    )
-
-
-@verdict("C11")
-def _(evidence: Records) -> Verdict:
-    return Verdict(
-        "holds",
-        "PyTorch's documentation asks every process to call destroy_process_group near the end of "
-        f"main ({SHUTDOWN}). With NCCL, ranks that leave it out may hang as they end.",
-        "published",
     )
 
 
@@ -233,14 +201,3 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "spawn passes the rank first")
     return Verdict("holds" if works else "does not hold", f"As the first argument {line}, then came args.")
-
-
-@verdict("D14")
-def _(evidence: Records) -> Verdict:
-    return Verdict(
-        "depends",
-        "CUDA's documentation: it decides which GPUs a program sees, and in which order "
-        f"({CUDA}). torch keeps the number of GPUs once CUDA has started (torch/cuda): set it before. "
-        f"torchrun needs none: a rank takes the GPU of its LOCAL_RANK ({TORCHRUN}).",
-        "published",
-    )

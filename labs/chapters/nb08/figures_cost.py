@@ -7,27 +7,11 @@ from dataclasses import replace
 import pandas
 
 from labs import cost
-from labs.kit import hardware
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.plot import SERIES, figure, show
 from labs.kit.record import Record, Records
-from labs.parts.planning import parallel_cost
-from labs.parts.planning.calibration import GPT3
 
-ARTICLE = (
-    ("NVIDIA A100", "40/80 GB", 1555, "100 billion parameters", ("A100 40GB SXM", "A100 80GB SXM")),
-    ("RTX 4090", "24 GB", 936, "development of small and medium models", ("RTX 4090",)),
-    ("Tesla T4", "16 GB", 320, "inference, light training", ("T4",)),
-)
-"""The article's table (B, lines 38-41): card, memory, memory bandwidth in GB/s, what it is for; and our rows for it."""
-GPT_3, GPT_3_TOKENS = 174.6e9, 300e9
-GPT_3_SHAPE = {"layers": GPT3["layers"], "hidden": GPT3["hidden"]}
-"""Brown et al. 2020, table 2.1. With the shape that 174.6e9 parameters suggest no tensor-parallel plan is possible."""
-GPT_3_FLOP = 3.14e23
-"""Of the whole training: Brown et al. 2020, arXiv:2005.14165, table D.1."""
-NARAYANAN, NARAYANAN_TFLOPS = (1024, 34.0), 140
-"""A100 80GB and days that Narayanan et al. 2021, arXiv:2104.04473, section 5.1, estimate from 140 TFLOP/s."""
 EXAMPLE = (
     "A100 80GB SXM:64:1.5",
     "A100 80GB SXM:256:1.5",
@@ -43,100 +27,7 @@ EXAMPLE = (
 # -- cards by their datasheets
 
 
-def card_table() -> pandas.DataFrame:
-    """The article's three cards: what it says, what the datasheets say, and what fits."""
-    rows = []
-    for name, memory, bandwidth, use, cards in ARTICLE:
-        for card in cards:
-            row = hardware.spec(card)
-            pins = hardware.bus_bandwidth_gb_s(row.bus_bits, row.pin_gbit_s)
-            rows.append(
-                {
-                    "card": card,
-                    "the article says": f"{name}: {memory}, {bandwidth} GB/s, {use}",
-                    "GB/s": f"{row.bandwidth_gb_s:,.0f}",
-                    "pins x rate / 8": f"{pins:,.0f}",
-                    "TFLOP/s, 16 bits, dense": f"{row.tflops('fp16'):g}",
-                    "link": f"{row.link}, {row.link_gb_s:g} GB/s",
-                    "W": f"{row.tdp_w:g}",
-                    "parameters, Adam": f"{largest_alone(card) / 1e9:.1f} B",
-                }
-            )
-    return pandas.DataFrame(rows).set_index("card")
-
-
-def largest_alone(card: str) -> float:
-    """Parameters whose states fit into one card, 16 bytes each, without any activation."""
-    return hardware.spec(card).memory_gb * 1e9 / parallel_cost.STATE_BYTES
-
-
-def sources_table() -> pandas.DataFrame:
-    """Where each card's row comes from."""
-    rows = {
-        s.gpu: {"source": s.source, "address": s.url} for name in ARTICLE for c in name[4] if (s := hardware.spec(c))
-    }
-    return pandas.DataFrame(rows).T.rename_axis("card")
-
-
-def card_text() -> None:
-    """What the datasheets say against the article, in sentences."""
-    wrong = hardware.spec("RTX 4090")
-    other = next(s for s in hardware.specs() if s.bandwidth_gb_s == 936)
-    a100 = hardware.spec("A100 80GB SXM")
-    needs = 100e9 * parallel_cost.STATE_BYTES
-    say(
-        f"* The RTX 4090 has {wrong.bandwidth_gb_s:,.0f} GB/s; 936 is the {other.gpu}'s number.\n"
-        f"* 1,555 GB/s is the A100 of 40 GB; that of 80 GB has {a100.bandwidth_gb_s:,.0f}.\n"
-        f"* 100 billion parameters have {needs / 1e12:.1f} TB of states, which is the memory of "
-        f"{needs / (a100.memory_gb * 1e9):.0f} A100 of 80 GB, before the first activation.\n"
-        "* Bandwidth to memory decides what is limited by memory. What a training costs, it does not tell: arithmetic, "
-        "links, memory and the price of an hour do."
-    )
-
-
 # -- GPT-3 on eight A100
-
-
-def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
-    """The two divisions for GPT-3, in a row each."""
-    found, slow = cost.divisions(GPT_3, GPT_3_TOKENS, card, gpus), published_days(gpus)
-    shown = hardware.usable_bytes(card)
-    rows = {
-        "memory of all, as sold": f"{found.memory_bytes / 1e9:,.0f} GB",
-        "the same as nvidia-smi prints it": f"{gpus * shown / 1e9:,.0f} GB" if shown else "not known",
-        "weights in 16 bits alone": f"{found.weights_bytes / 1e9:,.0f} GB",
-        "weights, gradients, Adam (16 bytes each)": f"{found.states_bytes / 1e9:,.0f} GB",
-        "states over memory": f"{found.times_too_large:.1f} x",
-        "cards for the states alone": f"{found.states_bytes / found.memory_bytes * gpus:.0f}",
-        "FLOP, 6 N D": f"{found.flop:.3g} (published: {GPT_3_FLOP:g})",
-        "days at the peak of all": f"{found.days():,.0f} ({found.days() / 365.25:.0f} years)",
-        "days at the pace of the paper's 1,024": f"{slow:,.0f} ({slow / 365.25:.0f} years)",
-    }
-    return pandas.DataFrame({f"GPT-3 on {gpus} x {card}": rows})
-
-
-def published_days(gpus: int) -> float:
-    """Of GPT-3 on `gpus` A100, if they were as efficient as the published 1,024 (fewer would be a little more)."""
-    many, days = NARAYANAN
-    return days * many / gpus
-
-
-def gpt_3_text(guess: Prediction, gpus: int = 8) -> None:
-    """The guess, and the model's own answer for the published cluster."""
-    days = published_days(gpus)
-    many, stated = NARAYANAN
-    config = cost.Config(
-        params=GPT_3, tokens=GPT_3_TOKENS, batch=1536, offers=(f"A100 80GB SXM:{many}",), **GPT_3_SHAPE
-    )
-    found = cost.bill(config, config.parsed()[0])
-    inside = found.days.low <= stated <= found.days.high
-    say(
-        f"{guess.against(days / 365.25, 'published')} Gradient accumulation, which the article adds, changes neither "
-        f"number. For {many:,} A100 the course's model says {found.days} days; the paper's own estimate is {stated:g}: "
-        f"{'inside' if inside else 'outside'} the band. The model takes {found.plan}, and "
-        f"{' '.join(cost.arithmetic(config)).split('taken to reach ')[1]} The paper "
-        f"reached {NARAYANAN_TFLOPS} TFLOP/s, {NARAYANAN_TFLOPS / hardware.spec('A100 80GB SXM').tflops('fp16'):.0%}."
-    )
 
 
 # -- offers and limits
@@ -230,46 +121,3 @@ def _share(b: cost.Bill) -> str:
 
 def _records(found: list[cost.Bill]) -> Records:
     return Records(Record("cost", "days", "days", (b.days.value,), "modelled", {"offer": str(b.offer)}) for b in found)
-
-
-def largest_table(config: cost.Config) -> pandas.DataFrame:
-    """The largest model that each offer trains within the limits, and what stops it."""
-    rows = []
-    for offer in config.parsed():
-        found = cost.largest_model(config, offer)
-        if found is None:
-            rows.append({"offer": str(offer), "parameters": "none"})
-            continue
-        params, b = found
-        rows.append(
-            {
-                "offer": str(offer),
-                "parameters": f"{params / 1e9:.2g} B",
-                "tokens": f"{20 * params / 1e9:,.0f} B",
-                "days (band)": str(b.days),
-                "money": str(b.money),
-                "limited by": _limited(config, offer, params),
-            }
-        )
-    return pandas.DataFrame(rows).set_index("offer").fillna("")
-
-
-def _limited(config: cost.Config, offer: cost.Offer, params: float) -> str:
-    b = cost.bill(replace(config, params=1.03 * params, tokens=0.0), offer)
-    if b is None:
-        return "memory"
-    return "deadline" if not cost.within(b, config.deadline_days) else "budget"
-
-
-def energy_text(config: cost.Config) -> None:
-    """Energy of the cheapest offer, and what kind of number it is."""
-    found = [b for b in cost.bills(config) if b]
-    kept = cost.cheapest(found, config.deadline_days, config.budget) or min(found, key=lambda b: b.gpu_hours.value)
-    say(
-        f"{kept.offer}: {kept.energy_kwh.times(1e-3)} MWh, modelled: {kept.power_w:g} W for every GPU-hour, which is "
-        f"the datasheet's limit of a board times {config.power_factor:g}. A board that waits draws less; hosts, "
-        "network and cooling come on top and are in it only if `power_factor` says how much. No energy was recorded "
-        "for this course yet: on GPUs every lab's command prints the joules that NVML counted, and there is no record "
-        "of it here.",
-        folded="How much energy is that?",
-    )

@@ -10,7 +10,7 @@ import pandas
 from labs import scaling_model
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
+from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, show
 from labs.kit.record import Record, Records
 from labs.parts.planning import blind_test
 from labs.parts.planning.blind_test import HARD, Predicted
@@ -110,12 +110,6 @@ def _of(name: str) -> list[Predicted]:
     return [p for p in blind_test.predictions() if p.row.table == name and not p.calibrates]
 
 
-def verdict() -> None:
-    """In words: what the blind test says, and where the model is of no use; the outlier is left to be found."""
-    said = [line for line in scaling_model.blind() if "stands out" not in line]
-    say("\n".join(f"* {line}" for line in said))
-
-
 def every_row() -> None:
     """Every row, predicted and published, folded: as text, which takes a fifth of a table's bytes."""
     from IPython.display import display
@@ -152,39 +146,6 @@ def sources() -> None:
         why = f" Not predicted: {blind_test.NOT_JUDGED[name]}." if name in blind_test.NOT_JUDGED else ""
         lines.append(f"* `{name}`, {p['verified']}: {p['source']}.{why}")
     say("\n".join(lines), folded="Where every table was read, how surely, and why five of them are not predicted")
-
-
-def suspect(guess: Prediction | None = None) -> None:
-    """Figure: one model's published rate on 8 to 128 GPUs, and what the model says: which row is not to be believed?"""
-    odd, factor = blind_test.outlier()
-    series = odd.row.table, odd.row.series
-    its = [p for p in blind_test.predictions() if (p.row.table, p.row.series) == series]
-    its.sort(key=lambda p: p.row.cluster.gpus)
-    gpus = [p.row.cluster.gpus for p in its]
-    rate = [p.row.work.batch / p.row.cluster.gpus / p.row.published_s for p in its]
-    said = [p.row.work.batch / p.row.cluster.gpus / p.modelled_s for p in its]
-    message = f"On {odd.row.cluster.gpus} GPUs a step took {factor:.2f} times what both neighbours suggest"
-    source = published.table(odd.row.table)
-    fig, ax = figure(message, xlabel="GPUs", ylabel="sequences/s of one GPU", records=source)
-    points(ax, gpus, rate, kind="published", label=f"{odd.row.series}", color=SERIES[0], line=True)
-    curve(ax, gpus, said, label=f"calibrated on {gpus[0]} GPUs")
-    if guess is not None and not math.isnan(float(guess)):
-        k = min(range(len(gpus)), key=lambda i: abs(gpus[i] - float(guess)))
-        prediction(ax, gpus[k], rate[k])
-    log_axes(ax, gpus)
-    ax.set_ylim(0, 1.25 * max(rate))
-    show(
-        fig,
-        alt=f"{message}: {', '.join(f'{r:.2f} on {g}' for g, r in zip(gpus, rate, strict=True))} "
-        "sequences/s of one GPU.",
-    )
-    band = blind_test.band()
-    passes = band.low <= ratio(odd) <= band.high
-    say(
-        "The source says nothing of it: was that run disturbed, or is the entry wrong? The model finds the row, not "
-        f"the reason. Alone, without neighbours, it {'would not' if passes else 'would'} have stood out: it took "
-        f"{ratio(odd):.2f} times the modelled time, and eight rows in ten take {band.low:.2f} to {band.high:.2f} times."
-    )
 
 
 def own(run: Records) -> None:

@@ -11,7 +11,7 @@ from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import ORANGE, figure, heat_map, show
 from labs.kit.record import Record, Records
-from labs.parts.faults.memory_faults import CURES, FRAGMENTATION, TRIM, WHAT
+from labs.parts.faults.memory_faults import CURES, TRIM, WHAT
 
 HALF = "half the batch"
 SHORT = {
@@ -26,7 +26,6 @@ SHORT = {
     "prefetch": "prefetched batches",
     "shared_memory": "/dev/shm too small",
     "address_space": "limit on addresses",
-    FRAGMENTATION: "fragmentation",
 }
 
 TWO_LINES = {
@@ -39,8 +38,8 @@ TWO_LINES = {
 
 
 def cures(run: Records) -> None:
-    """Causes against cures: MB that each cure takes off, the darker the larger its share. Measured causes only."""
-    cells = {cause: row for cause, row in lab.given(run).items() if cause != FRAGMENTATION and row}
+    """Causes against cures: MB that each cure takes off, the darker the larger its share."""
+    cells = {cause: row for cause, row in lab.given(run).items() if row}
     columns = [cure for cure in CURES if any(cure in row for row in cells.values())]
     shares = [[_share(row.get(cure)) for cure in columns] for row in cells.values()]
     origin = Records(r for r in run.where("needed_bytes") if r.case["cause"] in cells)
@@ -95,8 +94,8 @@ def _message(half: dict[str, lab.Given]) -> str:
 
 
 def half_the_batch(run: Records, guess: Prediction | None = None) -> None:
-    """Against which of the measured causes half the batch helps for good; leaks, where it cannot, counted apart."""
-    tried = {c: row[HALF] for c, row in lab.given(run).items() if c != FRAGMENTATION and HALF in row}
+    """Against which of the causes half the batch helps for good; leaks, where it cannot, counted apart."""
+    tried = {c: row[HALF] for c, row in lab.given(run).items() if HALF in row}
     helps = [c for c, g in tried.items() if g.saved > 0 and not g.is_nothing and not g.postpones]
     others = ", ".join(SHORT[c] for c in tried if c not in helps)
     say(
@@ -154,7 +153,6 @@ ENDED_BY = {
     "addresses": "limit on addresses",
     "killer": "killer",
     "shm": "a small /dev/shm",
-    "modelled": "simulated allocator",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import random
 import zipfile
@@ -13,21 +12,19 @@ from typing import Any, Literal
 
 import torch
 
-from labs.parts.checkpoints.files import FIELDS, TRAILER_BYTES, Damaged, load, load_latest
+from labs.parts.checkpoints.files import Damaged, load, load_latest
 from labs.parts.checkpoints.resume import differences
 
-Damage = Literal["truncate", "flip", "swap", "zero", "version", "foreign", "older"]
+Damage = Literal["truncate", "flip", "foreign", "older"]
 Verdict = Literal["noticed", "harmless", "silent"]
 KINDS: tuple[Damage, ...] = Damage.__args__
 VERDICTS: tuple[Verdict, ...] = Verdict.__args__
-PAGE_BYTES = 4096
 
 
 def damaged(data: bytes, other: bytes, kind: Damage, draw: random.Random) -> bytes:
     """`data` with one damage at a place that `draw` chooses, never equal to `data`.
 
-    `older` is a whole checkpoint of another step, `other`; `foreign` is another program's file; `version` changes
-    the version that torch's zip or the trailer holds, and the checksum with it, as a later program would.
+    `older` is a whole checkpoint of another step, `other`; `foreign` is another program's file.
     """
     if kind == "truncate":
         return data[: draw.randrange(len(data))]
@@ -35,19 +32,8 @@ def damaged(data: bytes, other: bytes, kind: Damage, draw: random.Random) -> byt
         return other
     if kind == "foreign":
         return _foreign(draw)
-    if kind == "version":
-        return _other_version(data, draw.choice((0, 2, 3, 2**31)))
     changed = bytearray(data)
-    while changed == data:
-        if kind == "flip":
-            changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            continue
-        size = min(PAGE_BYTES, len(data) // 4)
-        a, b = (draw.randrange(len(data) // size) * size for _ in range(2))
-        if kind == "zero":
-            changed[a : a + size] = bytes(len(changed[a : a + size]))
-        elif len(changed[a : a + size]) == len(changed[b : b + size]):
-            changed[a : a + size], changed[b : b + size] = changed[b : b + size], changed[a : a + size]
+    changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     return bytes(changed)
 
 
@@ -55,12 +41,6 @@ def _foreign(draw: random.Random) -> bytes:
     file = io.BytesIO()
     torch.save({"weights": torch.full((draw.randrange(1, 1000),), 0.5)}, file)
     return draw.choice([file.getvalue(), b"", b"step,loss\n1,2.3\n", bytes(draw.randrange(1, 10_000))])
-
-
-def _other_version(data: bytes, version: int) -> bytes:
-    magic, _, step, length = FIELDS.unpack_from(data, len(data) - TRAILER_BYTES)
-    body = data[:-TRAILER_BYTES] + FIELDS.pack(magic, version, step, length)
-    return body + hashlib.sha256(body).digest()
 
 
 @dataclass(frozen=True)

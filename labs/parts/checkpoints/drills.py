@@ -1,15 +1,13 @@
-"""What happens to files: a writer killed, two writers at once, a disk that is full. Each drill forks its writers."""
+"""A writer that is killed while it saves: what the next process finds. Writers are forked."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import multiprocessing
 import os
 import random
 import statistics
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labs.parts.checkpoints.writers import WAYS, Way
-from labs.parts.traps.shm import SmallSharedMemory
+from labs.parts.checkpoints.writers import Way
 
-DEADLINE_S = 30.0  # for one forked writer; each drill takes a thousandth of it
-SHM = Path("/dev/shm")
+DEADLINE_S = 30.0  # for one forked writer; a kill takes a thousandth of it
 
 
 def marked(step: int, size_bytes: int) -> dict[str, Tensor]:
@@ -167,86 +163,3 @@ def _forked(function: Callable[..., None], *args: Any) -> Iterator[multiprocessi
 def _alone(function: Callable[..., None], *args: Any) -> None:
     torch.set_num_threads(1)  # threads are not forked: OpenMP would wait for them for ever
     function(*args)
-
-
-def two_writers(way: Way, folder: Path, saves: int, size_bytes: int) -> tuple[int, int]:
-    """Two processes save `saves` times each to one folder, at once, and read back what is there after each save.
-
-    Returns how many of these saves raised, and how many found no whole state.
-    """
-    context = multiprocessing.get_context("fork")
-    with contextlib.ExitStack() as stack:
-        start, results = context.Barrier(2), [context.Pipe(duplex=False) for _ in range(2)]
-        args = way, folder, saves, size_bytes, start
-        started = [stack.enter_context(_forked(_save_and_read, *args, send)) for _, send in results]
-        found = [_answer(receive, writer) for (receive, _), writer in zip(results, started, strict=True)]
-    return sum(f for f, _ in found), sum(b for _, b in found)
-
-
-def _save_and_read(way: Way, folder: Path, saves: int, size_bytes: int, start: Any, send: Any) -> None:
-    failed = bad = 0
-    start.wait(DEADLINE_S)
-    for step in range(saves):
-        state = marked(step, size_bytes)
-        try:
-            way.write(folder, step, state)
-        except (OSError, RuntimeError):
-            failed += 1
-        bad += step_in(way.find(folder).state) is None
-    send.send((failed, bad))
-
-
-@dataclass(frozen=True)
-class FullDisk:
-    """A save that found no room."""
-
-    error: str
-    """What was raised, in one line."""
-    found: int | None
-    """Step that is found afterwards; the one saved before is 1. None: nothing can be loaded."""
-    left_bytes: int
-    """Bytes of half-written files that are left."""
-    how: str
-    """What was full: a private /dev/shm, or a limit of the file size."""
-
-
-def full_disk(name: str, size_bytes: int, place: Path | None = None) -> FullDisk:
-    """Save step 1, fill the disk but for half a checkpoint, save step 2, in a process with a small disk of its own.
-
-    `place` is a folder for what that process prints, and for its files where it cannot have a disk of its own.
-
-    Step 2 is twice as large, as checkpoints are once the optimizer has a state: the room of step 1 is not enough.
-    """
-    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(dir=place) as outside, _forked(_fill, name, size_bytes, outside, send) as writer:
-        return _answer(receive, writer)
-
-
-def _fill(name: str, size_bytes: int, outside: str, send: Any) -> None:
-    way, limit = WAYS[name], SmallSharedMemory(4 * size_bytes, Path(outside) / "printed")
-    state = marked(1, size_bytes)
-    limit(0)
-    mounted = limit.how == "private /dev/shm"
-    folder = SHM / "checkpoints" if mounted else Path(outside)
-    folder.mkdir(exist_ok=True)
-    error = "none"
-    way.write(folder, 1, state)
-    _use_up(folder.parent, size_bytes // 2) if mounted else _limit_files(size_bytes // 2)
-    try:
-        way.write(folder, 2, marked(2, 2 * size_bytes))
-    except (OSError, RuntimeError) as e:
-        error = f"{type(e).__name__}: {' '.join(str(e).split())}"
-    left = sum((folder / p).stat().st_size for p in leftovers(folder))
-    send.send(FullDisk(error, step_in(way.find(folder).state), left, limit.how))
-
-
-def _use_up(folder: Path, free_bytes: int) -> None:
-    """Fill the file system of `folder` until `free_bytes` are left."""
-    found = os.statvfs(folder)
-    (folder / "filler").write_bytes(bytes(max(0, found.f_bavail * found.f_frsize - free_bytes)))
-
-
-def _limit_files(size_bytes: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,29 +28,9 @@ def renamed(folder: Path, step: int, state: Any) -> None:
     os.replace(partial, folder / NAME)
 
 
-def renamed_and_synced(folder: Path, step: int, state: Any) -> None:
-    """The same, on the disk before it has its name: without fsync, a power cut may leave the name of an empty file."""
-    partial = folder / f"{NAME}.partial"
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / NAME)
-    sync_folder(folder)
-
-
 def full(folder: Path, step: int, state: Any) -> None:
     """`labs.parts.checkpoints.save`: a checksum, the last three kept, a lock, no leftovers."""
     save(folder, step, state)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk."""
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class Found(NamedTuple):
@@ -88,31 +67,17 @@ class Way(NamedTuple):
 WAYS = {
     "in place": Way(in_place, find),
     "rename": Way(renamed, find),
-    "fsync + rename": Way(renamed_and_synced, find),
     "full": Way(full, find_latest),
 }
 
 
-def save_seconds(folder: Path, state: Any, rounds: int | measure.Budget) -> dict[str, list[float]]:
-    """Seconds of saves of `state` by each way, one per round, in turn, each into a folder of its own in `folder`."""
+def save_seconds(folder: Path, state: Any, rounds: int | measure.Budget) -> list[float]:
+    """Seconds of saves of `state` into `folder`, as `full` does it."""
     steps = itertools.count()
-
-    def write(name: str) -> None:
-        WAYS[name].write(folder / name, next(steps), state)
-
-    for name in WAYS:
-        (folder / name).mkdir()
-        write(name)
-    return measure.interleave({name: partial(write, name) for name in WAYS}, rounds, CPU)
+    save(folder, next(steps), state)
+    return measure.interleave({"full": lambda: save(folder, next(steps), state)}, rounds, CPU)["full"]
 
 
-def load_seconds(folder: Path, rounds: int | measure.Budget) -> dict[str, list[float]]:
-    """Seconds of reading back what `save_seconds` left: by torch.load, and by `load`, which checks every byte."""
-    reads = {"torch.load": partial(find, folder / "in place"), "load": partial(find_latest, folder / "full")}
-    measure.interleave(reads, 1, CPU)
-    return measure.interleave(reads, rounds, CPU)
-
-
-def newest_bytes(folder: Path, name: str) -> int:
-    """Size of the last checkpoint that `save_seconds` wrote in this way."""
-    return max(p.stat().st_size for p in (folder / name).glob("*.pt"))
+def newest_bytes(folder: Path) -> int:
+    """Size of the largest checkpoint in `folder`."""
+    return max(p.stat().st_size for p in folder.glob("*.pt"))

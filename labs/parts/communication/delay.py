@@ -1,7 +1,7 @@
 """A slow wire acted out: whoever exchanges waits as long as a formula says. Emulated: no byte is held back.
 
-For systems whose kernel cannot pace a connection (macOS), and for latency, which pacing does not add. Because the
-waiting comes from the ring's formula, such a wire says nothing about that formula.
+For systems whose kernel cannot pace a connection (macOS). Because the waiting
+comes from the ring's formula, such a wire says nothing about that formula.
 
 DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
 """
@@ -31,7 +31,6 @@ class Delay:
     """A wire that takes one exchange after the other."""
 
     b_s: float = math.inf
-    latency_s: float = 0.0
     free_s: float = 0.0
     """Of time.perf_counter(): when the wire has carried all that it was given."""
 
@@ -45,21 +44,21 @@ _delays: list[Delay] = []  # of this process: none, or the one that is acted out
 
 
 @contextmanager
-def acted_out(b_s: float = math.inf, latency_s: float = 0.0) -> Iterator[None]:
+def acted_out(b_s: float = math.inf) -> Iterator[None]:
     """Exchanges by `all_reduce` and by DDP's hooks made with `holding` wait as on a wire like this."""
-    if b_s < math.inf or latency_s > 0:
-        _delays[:] = [Delay(b_s, latency_s)]
+    if b_s < math.inf:
+        _delays[:] = [Delay(b_s)]
     try:
         yield
     finally:
         _delays.clear()
 
 
-def _until(future: Future, wire: Delay, carried_s: float) -> Future:
-    """`future`, done no earlier than `carried_s`, and the wire's latency later. It waits in gloo's thread, not here."""
+def _until(future: Future, carried_s: float) -> Future:
+    """`future`, done no earlier than `carried_s`. It waits in gloo's thread, not here."""
 
     def wait(done: Future) -> Any:
-        time.sleep(max(0.0, carried_s - time.perf_counter()) + wire.latency_s)
+        time.sleep(max(0.0, carried_s - time.perf_counter()))
         return done.value()
 
     return future.then(wait)
@@ -71,7 +70,7 @@ def all_reduce(x: Tensor) -> None:
         dist.all_reduce(x)
         return
     carried_s = _delays[0].carry(ring_all_reduce_bytes(nbytes(x), dist.get_world_size()))
-    _until(dist.all_reduce(x, async_op=True).get_future(), _delays[0], carried_s).wait()
+    _until(dist.all_reduce(x, async_op=True).get_future(), carried_s).wait()
 
 
 def ring_bytes(bucket: dist.GradBucket) -> float:
@@ -86,7 +85,7 @@ def holding(hook: Callable = allreduce_hook, sent_bytes: Callable[[dist.GradBuck
         if not _delays:
             return hook(state, bucket)
         carried_s = _delays[0].carry(sent_bytes(bucket))  # the wire begins now; compressing goes on meanwhile
-        return _until(hook(state, bucket), _delays[0], carried_s)
+        return _until(hook(state, bucket), carried_s)
 
     return delaying_hook
 

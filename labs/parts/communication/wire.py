@@ -111,15 +111,15 @@ def paced(
 
 
 @contextmanager
-def slowed(rank: Rank, mb_s: float, latency_s: float = 0.0, delayed: bool = False) -> Iterator[None]:
+def slowed(rank: Rank, mb_s: float, delayed: bool = False) -> Iterator[None]:
     """The wire at `mb_s` (10^6 byte/s; NO_PACE: as it is): paced, or acted out by hooks if `delayed` or it must be.
 
-    `latency_s` is always acted out. BadInput as in `paced`. Collective.
+    BadInput as in `paced`. Collective.
     """
     require_tcp(rank)
     b_s = None if mb_s == NO_PACE else 1e6 * mb_s
     acted = b_s is not None and (delayed or not can_pace())
-    with delay.acted_out(b_s if acted else math.inf, latency_s), paced(rank, None if acted else b_s):
+    with delay.acted_out(b_s if acted else math.inf), paced(rank, None if acted else b_s):
         yield
 
 
@@ -130,7 +130,6 @@ def in_turn(
     part: float = 1.0,
     mb_s: float = NO_PACE,
     between: Callable[[], object] | None = None,
-    latency_s: float = 0.0,
     delayed: bool = False,
 ) -> dict[Any, list[float]]:
     """Seconds of each step on the slowest rank, taken in turn, over a wire of `mb_s` (10^6 byte/s); see `slowed`.
@@ -138,8 +137,8 @@ def in_turn(
     As many rounds as `config` says, in `part` of its seconds. `between` runs before each step; by default a barrier.
     """
     rounds = measure.rounds_of(config, rank.slowest, part)
-    slow = mb_s != NO_PACE or latency_s > 0  # other labs time GPUs in turn, over a wire that is left alone
-    with slowed(rank, mb_s, latency_s, delayed) if slow else nullcontext():
+    slow = mb_s != NO_PACE  # other labs time GPUs in turn, over a wire that is left alone
+    with slowed(rank, mb_s, delayed) if slow else nullcontext():
         seconds = measure.interleave(steps, rounds, rank.device, between=between or rank.barrier)
     return {name: rank.slowest(samples) for name, samples in seconds.items()}
 

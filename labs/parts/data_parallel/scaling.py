@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labs.kit.errors import BadInput, require
-
 
 def ring_all_reduce_bytes(size: int, ranks: int) -> float:
     """Bytes each rank sends in a ring all-reduce of `size` bytes: 2 (n-1)/n S.
@@ -70,23 +68,3 @@ def fit_amdahl(ranks: Sequence[int], times: Sequence[float]) -> Amdahl:
     design = np.stack([np.ones(len(ranks)), 1 / np.asarray(ranks, float)], axis=1)
     serial, parallel = nnls(design, np.asarray(times, float))[0]
     return Amdahl(float(serial), float(parallel))
-
-
-def gustafson(serial_share: float, ranks: float) -> float:
-    """Speed-up if the work grows with the ranks: s + (1 - s) n, s the share of one rank's step that is not shared.
-
-    Amdahl's question keeps the work and asks for time (strong scaling), Gustafson's keeps the time and asks for work
-    (weak scaling). Source: Gustafson 1988, "Reevaluating Amdahl's law", CACM 31(5).
-    """
-    require(0 <= serial_share <= 1, f"a serial share is between 0 and 1, not {serial_share:g}")
-    return serial_share + (1 - serial_share) * ranks
-
-
-def karp_flatt(speedup: float, ranks: int) -> float:
-    """Serial fraction that a measured speed-up implies: (1/S - 1/n) / (1 - 1/n). Source: Karp & Flatt 1990.
-
-    Of two ranks at least. Outside of 0 to 1 it is noise, or no parallel program.
-    """
-    if ranks < 2 or speedup <= 0:
-        raise BadInput(f"a serial fraction needs a speed-up on 2 ranks or more, not {speedup:g} on {ranks}")
-    return (1 / speedup - 1 / ranks) / (1 - 1 / ranks)

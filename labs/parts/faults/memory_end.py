@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -427,20 +427,6 @@ class Signs:
     def activations(self) -> float:
         """Bytes of what a forward pass made."""
         return self.live["activations"]
-
-
-def from_message(text: str) -> Signs:
-    """Of somebody who has nothing but a message."""
-    nothing = dict.fromkeys((f.name for f in fields(Signs)), 0)
-    return Signs(
-        **{
-            **nothing,
-            "message": text,
-            "exit_code": 1,
-            "live": dict.fromkeys(CATEGORIES, 0.0),
-            "live_growth": dict.fromkeys(CATEGORIES, 0.0),
-        }
-    )
 
 
 def run_until_end(trials: Sequence[Trial], at_once: int = 1, method: str = "fork") -> Iterator[Signs]:

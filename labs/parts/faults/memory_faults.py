@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from labs.parts.remedies.caching_allocator import CachingAllocator, OutOfMemory
-from labs.parts.remedies.requests import Replay, slivers
 from labs.parts.traps.datasets import Blocks, Items, Objects
 
 MIB = 2**20
@@ -170,20 +168,6 @@ def address_space(job: Job) -> Iterator[None]:
         yield
 
 
-def fragmented(count: int, large_bytes: int, small_bytes: int) -> str:
-    """What a GPU's allocator, simulated, says on a device that just holds `count` large tensors.
-
-    They go, as many smaller ones come and sit in their places, and then one as large as all that is free.
-    """
-    device = Replay(CachingAllocator(count * large_bytes))
-    try:
-        for requests in slivers(count, large_bytes, small_bytes):  # <-
-            device.feed(requests)
-    except OutOfMemory as e:
-        return str(e)
-    raise AssertionError("it fits")
-
-
 def limit_bytes(cause: str, size: float) -> int:
     """Above its start, where a program of this size is ended."""
     return FROM_THE_START.get(cause, 0) + int(size * ENDS[cause][1])
@@ -251,8 +235,6 @@ STEPS = {"batch": 2, "states": 2, "address_space": 2, "worker_objects": 8}
 """Steps after which a program without limit has shown all that it takes; 5 of the others."""
 LOADER = ("worker_objects", "worker_buffers", "prefetch", "shared_memory")
 """Causes with DataLoader workers."""
-FRAGMENTATION = "fragmentation"
-"""The cause that only a GPU's allocator has: modelled, see labs.parts.remedies."""
 WHAT = {
     "batch": "the batch is too large: activations",
     "states": "parameters, gradients and the optimizer's state",
@@ -265,7 +247,6 @@ WHAT = {
     "prefetch": "batches that workers have ready",
     "shared_memory": "/dev/shm is too small",
     "address_space": "a limit on addresses, not on memory",
-    FRAGMENTATION: "fragmentation: free memory in pieces",
 }
 """What filled the memory, in words."""
 

@@ -125,7 +125,7 @@ WAYS = {
             "x",
             "C10",
             "has four metrics, samples per second among them, and no loss",
-            '`launch("critical_batch")`: the time to a loss, with a learning rate searched for each batch',
+            "compare the time to a loss, with a learning rate searched for each batch",
             0.12,
         ),
         Way(

@@ -1,13 +1,9 @@
-"""Two machines out of one: network namespaces joined by a virtual cable, or two addresses of the loopback.
-
-Nothing here has a name that could stay: a namespace and its cable end with the last process in them.
-"""
+"""Two machines out of one: two addresses of the loopback."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,13 +19,8 @@ from labs.kit.rank import Rank, unpinned
 from labs.parts.elastic import lifeline
 
 NODES = (0, 1)
-PORT = 29500
-"""torchrun's own default. In a namespace it is always free; on the loopback a free one is looked for."""
-CABLE_MBIT = 1000
-"""Pace of the cable, where the kernel can pace one."""
 READY_S = 90.0
 POLL_S = 0.02
-TOOLS = ("ip", "unshare", "nsenter")
 OF_THIS_RANK = (
     "TORCHELASTIC_",
     "TORCH_NCCL_",
@@ -42,10 +33,6 @@ OF_THIS_RANK = (
     "MASTER_",
     "GLOO_",
 )
-
-
-class NoMachines(OSError):
-    """Why namespaces cannot be made here, in one line."""
 
 
 class Torchrun:
@@ -86,16 +73,14 @@ class Torchrun:
 
 
 class Machines:
-    """Two places to start a torchrun on. `kind` is "namespaces" or "loopback", `why` says why not the first."""
+    """Two places to start a torchrun on."""
 
-    def __init__(self, root: Path, kind: str, why: str = "") -> None:
-        self.root, self.kind, self.why = root, kind, why
-        self.paced = False
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.servers: list[subprocess.Popen] = []
         self.count = 0
-        self.port = PORT
-        self.addresses = ("10.77.0.1", "10.77.0.2") if kind == "namespaces" else _loopbacks()
-        self.interface = "eth0" if kind == "namespaces" else ("lo0" if sys.platform == "darwin" else "lo")
+        self.addresses = _loopbacks()
+        self.interface = "lo0" if sys.platform == "darwin" else "lo"
 
     def start(
         self,
@@ -124,12 +109,10 @@ class Machines:
         return found
 
     def new_port(self) -> int:
-        """A port on which nobody listens now. In a namespace always the same: all of it is ours."""
-        if self.kind == "loopback":
-            with socket.socket() as s:
-                s.bind((self.addresses[0], 0))
-                self.port = s.getsockname()[1]
-        return self.port
+        """A port on which nobody listens now."""
+        with socket.socket() as s:
+            s.bind((self.addresses[0], 0))
+            return s.getsockname()[1]
 
     @contextmanager
     def port_taken(self, port: int) -> Iterator[None]:
@@ -137,7 +120,7 @@ class Machines:
         listen = (
             "import socket,sys,time;s=socket.create_server(('',int(sys.argv[1])));print(1,flush=True);time.sleep(99)"
         )
-        command = [*self._on(0), sys.executable, "-S", "-c", listen, str(port)]
+        command = [sys.executable, "-S", "-c", listen, str(port)]
         other = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         (self.root / "run-0" / f"rank-other-{other.pid}").touch()
         try:
@@ -148,55 +131,11 @@ class Machines:
             other.wait()
             other.stdout.close()
 
-    @contextmanager
-    def port_closed(self, port: int) -> Iterator[None]:
-        """A firewall on machine 0 drops what the other machine sends to `port`: silence, no answer. Namespaces only.
-
-        Without a packet filter: a rule of the routing that leaves the answer to a SYN no way out.
-        """
-        rule = ["to", self.addresses[1], "ipproto", "tcp", "sport", str(port), "blackhole"]
-        self._ip(0, "rule", "add", *rule)
-        try:
-            yield
-        finally:
-            self._ip(0, "rule", "del", *rule)
-
-    def _on(self, node: int) -> list[str]:
-        if self.kind == "loopback":
-            return []
-        return ["nsenter", "--target", str(self.servers[node].pid), "--net", "--uts"]
-
-    def _ip(self, node: int, *args: str) -> None:
-        _call([*self._on(node), "ip", *args])
-
     def build(self) -> None:
-        """Start both servers, each in a network of its own, and join these. NoMachines where that cannot be."""
+        """Start both servers, each on a core of its own."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         for node in NODES:
-            space = ["unshare", "--net", "--uts"] if self.kind == "namespaces" else []
-            self.servers.append(_server(self.root, node, space, cores[node % len(cores)]))
-        if self.kind == "namespaces":
-            self._join()
-
-    def _join(self) -> None:
-        """A cable between the two networks, an address at each end."""
-        here = os.readlink("/proc/self/ns/net")
-        for server in self.servers:
-            wait_for(lambda s=server: s.poll() is not None or _network(s.pid) != here, "a network namespace")
-            if server.poll() is not None:
-                raise NoMachines("unshare may not make a network namespace here")
-        a, b = (str(s.pid) for s in self.servers)
-        _call(["ip", "link", "add", "eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b])
-        for node in NODES:
-            self._ip(node, "link", "set", "lo", "up")
-            self._ip(node, "addr", "add", f"{self.addresses[node]}/24", "dev", "eth0")
-            self._ip(node, "link", "set", "eth0", "up")
-            _call([*self._on(node), "hostname", f"node-{node}"])
-        with suppress(NoMachines):  # a kernel without this queue leaves the cable as it is
-            for node in NODES:
-                rate = ["rate", f"{CABLE_MBIT}mbit", "burst", "256kb", "latency", "50ms"]
-                _call([*self._on(node), "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate])
-            self.paced = True
+            self.servers.append(_server(self.root, node, cores[node % len(cores)]))
 
     def wait_until_ready(self) -> None:
         """Until both servers have loaded torch."""
@@ -220,40 +159,17 @@ class Machines:
 
 
 @contextmanager
-def two_machines(rank: Rank, kind: str = "auto") -> Iterator[Machines]:
-    """Two machines with torch loaded, for the length of the block. `kind`: auto, namespaces or loopback.
-
-    NoMachines for "namespaces" where they cannot be made; "auto" takes the loopback there.
-    """
-    why = "" if kind == "loopback" else why_no_namespaces()
-    if kind == "namespaces" and why:
-        raise NoMachines(why)
+def two_machines(rank: Rank) -> Iterator[Machines]:
+    """Two machines with torch loaded, for the length of the block."""
     with guarded_folder(sockets=True) as root, unpinned(rank):
         (root / "run-0").mkdir()
-        machines = Machines(root, "loopback" if why or kind == "loopback" else "namespaces", why)
+        machines = Machines(root)
         try:
-            try:
-                machines.build()
-            except NoMachines as e:
-                machines.close()
-                if kind == "namespaces":
-                    raise
-                machines = Machines(root, "loopback", str(e))
-                machines.build()
+            machines.build()
             machines.wait_until_ready()
             yield machines
         finally:
             machines.close()
-
-
-def why_no_namespaces() -> str:
-    """Why network namespaces cannot be made here, before it is tried; "" if nothing speaks against it."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
-    if os.geteuid() != 0:
-        return "network namespaces take root"
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    return f"the command {missing[0]} is not installed" if missing else ""
 
 
 def wait_for(done: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
@@ -266,7 +182,7 @@ def wait_for(done: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
     return found
 
 
-def _server(root: Path, node: int, space: list[str], core: int) -> subprocess.Popen:
+def _server(root: Path, node: int, core: int) -> subprocess.Popen:
     """A machine's process, on a core of its own, announced to the guardian of `root`."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RANK)}
     one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -282,7 +198,7 @@ def _server(root: Path, node: int, space: list[str], core: int) -> subprocess.Po
     }
     with (root / f"node{node}.log").open("ab") as log:
         server = subprocess.Popen(
-            [*space, sys.executable, "-m", "labs.parts.nodes.node_server", str(root), f"node{node}"],
+            [sys.executable, "-m", "labs.parts.nodes.node_server", str(root), f"node{node}"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=log,
@@ -293,21 +209,6 @@ def _server(root: Path, node: int, space: list[str], core: int) -> subprocess.Po
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(server.pid, {core})
     return server
-
-
-def _network(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
-
-
-def _call(command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError) as e:
-        said = (getattr(e, "stderr", "") or str(e)).strip().splitlines()
-        raise NoMachines(f"{' '.join(command[-8:])}: {said[0] if said else 'failed'}") from None
 
 
 def _loopbacks() -> tuple[str, str]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 SHORT = {"read_timeout": 2, "join_timeout": 4, "last_call_timeout": 1}
 """Seconds in --rdzv-conf; torch's own defaults are 60, 600 and 30."""
-STATIC_S = 3
-"""Seconds in --rdzv-conf timeout=... of the static rendezvous; torch's own default is 600."""
 
 
 def meet_at(
@@ -35,18 +33,6 @@ def meet_at(
     }
 
 
-def numbered(node: int, addresses: tuple[str, str], port: int, *, nodes: int = 2, ranks: int = 2) -> dict[str, str]:
-    """The same without agreement ("static"): every machine is given its number by hand."""
-    return {
-        "--nnodes": f"{nodes}",
-        "--nproc-per-node": f"{ranks}",
-        "--node-rank": f"{node}",
-        "--master-addr": addresses[0],
-        "--master-port": f"{port}",
-        "--rdzv-conf": f"timeout={STATIC_S}",
-    }
-
-
 def as_arguments(flags: dict[str, str]) -> list[str]:
     """As on a command line."""
     return [word for pair in flags.items() for word in pair]
@@ -64,8 +50,6 @@ class Wrong:
     """What to do, in words."""
     waits: str
     """How long the user waits with torch's own defaults, with the option that decides it."""
-    static: bool = False
-    """With numbers given by hand, not with agreement in a store."""
     flags: dict[int, dict[str, str]] = field(default_factory=dict)
     """{machine: {option: wrong value}}; {nobody}, {port} and {closed} are filled in."""
     environment: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -77,9 +61,7 @@ class Wrong:
     missing: bool = False
     """The second machine is never started."""
     port: str = ""
-    """"taken" by another program, or "closed" by a firewall."""
-    namespaces: bool = False
-    """Needs two machines with networks of their own."""
+    """"taken" by another program."""
 
 
 CONNECT = "60 s (read_timeout)"
@@ -100,14 +82,6 @@ WRONG = (
         flags={1: {"--rdzv-endpoint": "{first}:{closed}"}},
     ),
     Wrong(
-        "firewall",
-        "what node 1 sends to the port is dropped",
-        "open the port between the nodes, and those of the ranks: all above 1024",
-        CONNECT,
-        port="closed",
-        namespaces=True,
-    ),
-    Wrong(
         "port taken",
         "another program has the port",
         "a port of its own for each job, or ':0' on one machine",
@@ -120,14 +94,6 @@ WRONG = (
         "a name from `ip addr`, or no such variable",
         "at once",
         environment={1: {"GLOO_SOCKET_IFNAME": "eth9"}},
-    ),
-    Wrong(
-        "wrong interface",
-        "GLOO_SOCKET_IFNAME is one that leads to nobody else",
-        "the interface that has the address under which the others reach this node",
-        "at once",
-        environment={n: {"GLOO_SOCKET_IFNAME": "lo"} for n in (0, 1)},
-        namespaces=True,
     ),
     Wrong(
         "another nnodes",
@@ -151,15 +117,6 @@ WRONG = (
         JOIN,
         missing=True,
     ),
-    Wrong(
-        "node rank twice",
-        "both nodes have --node-rank 0",
-        "0 and 1; or the c10d rendezvous, which gives the numbers itself",
-        "600 s (timeout)",
-        static=True,
-        flags={1: {"--node-rank": "0"}},
-        namespaces=True,
-    ),  # on one machine the second store finds the port taken
     Wrong(
         "clock off",
         "node 1's clock is 5 minutes slow",

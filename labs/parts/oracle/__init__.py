@@ -11,17 +11,15 @@ From a shell: python -m labs.memory_oracle --model package.module:factory
   tracker    notes what operations allocate and free
   trace      what was noted: events, categories, the peak
   step       a training step under the tracker
-  fits       the largest batch, the cards, models by their states
-  gpt        GPT-3, to be counted
+  fits       the largest batch, the cards, a model's states
+  gpt        a GPT of any size, to be counted
   reality    the same step for real: what an allocator says
-  slow       the same peak from torch's MemTracker
 """
 
 from labs.parts.oracle.fake import Source
-from labs.parts.oracle.fits import Card, Largest, cards, cards_for, largest_batch, states_bytes
+from labs.parts.oracle.fits import Card, Largest, cards, largest_batch, states_bytes
 from labs.parts.oracle.gpt import GptShape, gpt
 from labs.parts.oracle.reality import Measured, measured
-from labs.parts.oracle.slow import memtracker
 from labs.parts.oracle.step import Conditions, Model, step
 from labs.parts.oracle.trace import CATEGORIES, Event, Trace
 
@@ -37,11 +35,9 @@ __all__ = [
     "Source",
     "Trace",
     "cards",
-    "cards_for",
     "gpt",
     "largest_batch",
     "measured",
-    "memtracker",
     "states_bytes",
     "step",
 ]

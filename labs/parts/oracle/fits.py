@@ -122,8 +122,3 @@ def states_bytes(parameters: int, optimizer: str = "adam") -> int:
     """
     require(optimizer in FP32_STATES, f"there is no optimizer {optimizer!r}: take one of {', '.join(FP32_STATES)}")
     return FP32_STATES[optimizer] * parameters
-
-
-def cards_for(nbytes: float, memory_bytes: float) -> int:
-    """How many cards hold `nbytes` if these are shared out evenly, and nothing else is on them."""
-    return math.ceil(nbytes / memory_bytes)

@@ -102,7 +102,6 @@ class Model:
             f"the module of {self.name!r} has no parameter that requires a gradient",
         )
         self.optimizer: torch.optim.Optimizer | None = None  # made with the first step
-        self.sums_in_place = True
         self.peaks: dict[int, int] = {}  # bytes by rows, of the steps that were traced
 
     def step(self, rows: int) -> Trace:
@@ -133,7 +132,7 @@ class Model:
         self.optimizer.step()
 
     def _tracked(self, x: Tensor, y: Tensor) -> Tracker:
-        tracker = Tracker(CUDA_BLOCK_BYTES if self.conditions.target == "cuda" else 1, self.sums_in_place)
+        tracker = Tracker(CUDA_BLOCK_BYTES if self.conditions.target == "cuda" else 1)
         self._hold(tracker, x, y)
         tracker.begin("forward")  # zero_grad comes first
         with tracker:

@@ -51,10 +51,9 @@ class Block:
 class Tracker(TorchDispatchMode):
     """Notes what the operations in its context allocate and free. `rounding`: bytes that sizes are multiples of."""
 
-    def __init__(self, rounding: int = 1, sums_in_place: bool = True) -> None:
-        """`sums_in_place` False: count gradients' sums as they are made under a mode."""
+    def __init__(self, rounding: int = 1) -> None:
         super().__init__()
-        self.rounding, self.sums_in_place = rounding, sums_in_place
+        self.rounding = rounding
         self.live: dict[int, tuple[Block, weakref.ref]] = {}
         self.moves: list[tuple[Block, int, int, Any, int]] = []  # block, +1 or -1, operation, its function, segment
         self.segments = [Segment("before", False)]
@@ -124,7 +123,7 @@ class Tracker(TorchDispatchMode):
     def _freed(self, block: Block) -> None:
         """As the last move, or before the sum that would have taken the place of `block`."""
         move, (sum_block, *_) = (block, -1, *self.op, block.freed_in), self.moves[-1]
-        in_place = self.sums_in_place and self.summand == (self.op[0], block) and sum_block.nbytes == block.nbytes
+        in_place = self.summand == (self.op[0], block) and sum_block.nbytes == block.nbytes
         self.moves.insert(len(self.moves) - in_place, move)
 
     def events(self) -> tuple[Event, ...]:

@@ -379,39 +379,6 @@ def by_table() -> pandas.DataFrame:
     return pandas.DataFrame(found).set_index("table")
 
 
-def outlier() -> tuple[Predicted, float]:
-    """Of all published steps but those held out; see `outlier_of`."""
-    return outlier_of(p for p in predictions() if not p.row.held_out)
-
-
-def outlier_of(found: Iterable[Predicted]) -> tuple[Predicted, float]:
-    """(row, factor): the row that stands out most from both of its neighbours, beside what the model says of them.
-
-    Neighbours: the rows before and after it in its series, by GPUs. With r = published over modelled seconds, a row
-    between two stands out by the smaller of r / r_before and r / r_after if both are above 1, or by the larger of them
-    if both are below. A level of links that a series enters, and stays on, is a stair: it stands out from one side.
-    """
-    best: tuple[Predicted, float] | None = None
-    for series in _series(found):
-        logs = [math.log(p.row.published_s / p.modelled_s) for p in series]
-        for before, own, after, p in zip(logs, logs[1:], logs[2:], series[1:], strict=False):
-            steps = own - before, own - after
-            if steps[0] * steps[1] > 0 and (best is None or min(map(abs, steps)) > abs(math.log(best[1]))):
-                best = p, math.exp(min(steps, key=abs))
-    if best is None:
-        raise LookupError("no series has three rows")
-    return best
-
-
-def _series(predicted: Iterable[Predicted]) -> list[list[Predicted]]:
-    """Predictions by series and batch per GPU, ordered by GPUs."""
-    found: dict[tuple, list[Predicted]] = {}
-    for p in predicted:
-        batch = p.row.work.batch / p.row.cluster.gpus if p.row.table == "rtx_3090" else 0
-        found.setdefault((p.row.table, p.row.series, batch), []).append(p)
-    return [sorted(s, key=lambda p: p.row.cluster.gpus) for s in found.values()]
-
-
 def collectives() -> pandas.DataFrame:
     """All-reduces by size: one row of each table calibrates the latency, the others are predicted."""
     found = []

@@ -20,7 +20,7 @@ from labs.parts.memory import saved_tensors
 from labs.parts.oracle import internals
 from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.oracle.tracker import CUDA_BLOCK_BYTES
-from labs.parts.remedies import leaks, on_gpu
+from labs.parts.remedies import leaks
 from labs.parts.remedies.history import History, Site
 from labs.parts.remedies.leaks import Job
 
@@ -191,7 +191,24 @@ def snapshot(
             one_step(running, done, steps)
         if path:
             cuda._dump_snapshot(str(path))
-        return on_gpu.largest_line(cuda._snapshot(), root)
+        return largest_line(cuda._snapshot(), root)
     finally:
         cuda._record_memory_history(enabled=None)
         running.close()
+
+
+def largest_line(snapshot: dict, root: str) -> tuple[str, int]:
+    """("file:line", bytes) that most live bytes of a memory snapshot come from, among files below folder `root`.
+
+    `snapshot` is torch.cuda.memory._snapshot() after _record_memory_history(). ("", 0) if no block has such a line.
+    """
+    by_line: dict[str, int] = {}
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] != "active_allocated":
+                continue
+            own = [f for f in block.get("frames", ()) if f["filename"].startswith(root)]
+            if own:
+                line = f"{own[-1]['filename'].rsplit('/', 1)[-1]}:{own[-1]['line']}"
+                by_line[line] = by_line.get(line, 0) + block["size"]
+    return max(by_line.items(), key=lambda item: item[1], default=("", 0))

@@ -49,28 +49,6 @@ def stated(article: str, metric: str, unit: str, *values: float) -> Records:
 GOYAL_2017 = "P. Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677 (2017), Table 1 and section 5.1"
 
 
-def imagenet_batches() -> Records:
-    """Top-1 error in % of ResNet-50 on ImageNet (mean of 5 runs), SGD, learning rate 0.1 x batch / 256."""
-    rows = (
-        (256, "none", 23.60, 0.12),
-        (8192, "gradual", 23.74, 0.09),
-        (8192, "none", 24.84, 0.37),
-        (8192, "constant", 25.88, 0.56),
-    )
-    return Records(
-        Record(
-            "paper",
-            "top_1_error",
-            "%",
-            (error,),
-            "published",
-            {"batch": batch, "warm_up": warm_up, "plus_minus": spread},
-            provenance={"source": GOYAL_2017},
-        )
-        for batch, warm_up, error, spread in rows
-    )
-
-
 PYTORCH_DDP = (
     "github.com/pytorch/pytorch at bf69c149, benchmarks/distributed/ddp/README.md: PyTorch 1.4, NCCL, V100 of a DGX, "
     "32 images per GPU, medians"
@@ -162,32 +140,6 @@ def all_reduce_on_8_h200() -> Records:
             provenance={"source": H200_SWEEP},
         )
         for size, gb_s in zip((2**k for k in range(15, 35)), busbw, strict=True)
-    )
-
-
-ONE_BIT_ADAM = "H. Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, Table 1: BERT-Large, V100, NCCL"
-
-
-def all_reduce_of_bert() -> Records:
-    """Seconds to all-reduce the gradients of BERT-Large on two clusters, by number of nodes.
-
-    40 Gbit/s Ethernet with 4 V100 in a node, and 100 Gbit/s InfiniBand with 8.
-    """
-    return Records(
-        Record(
-            "paper",
-            "all_reduce_s",
-            "s",
-            (r.value / 1e3,),
-            "published",
-            {
-                "network": r.case["network"].split()[-1],
-                "gpus_per_node": r.config["gpus_per_node"],
-                "nodes": r.case["gpus"] // r.config["gpus_per_node"],
-            },
-            provenance={"source": ONE_BIT_ADAM},
-        )
-        for r in table("one_bit_adam").where("all_reduce")
     )
 
 

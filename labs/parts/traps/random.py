@@ -1,12 +1,12 @@
-"""Whose random numbers do DataLoader workers draw, and in which order does a DistributedSampler read?"""
+"""Whose random numbers do DataLoader workers draw?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from labs.parts.traps.datasets import (
     Draws,
@@ -81,16 +81,3 @@ def ranks_share(workers: int, seed: int, by_rank: bool) -> float:
         loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers, generator=own)
         drawn.append([x for batch in loader for x in batch.tolist()])
     return len(set(drawn[0]) & set(drawn[1])) / len(set(drawn[1]))
-
-
-def sampled(items: int, ranks: int, epoch: int, set_epoch: bool, drop_last: bool = False) -> list[list[int]]:
-    """Items that each of `ranks` reads in `epoch`, in order, shuffled. No process group is needed for this."""
-    found: list[Any] = []
-    for rank in range(ranks):
-        sampler = DistributedSampler(range(items), ranks, rank, shuffle=True, seed=0, drop_last=drop_last)
-        for e in range(epoch + 1):  # a sampler lives as long as the training
-            if set_epoch:
-                sampler.set_epoch(e)
-            order = list(sampler)
-        found.append(order)
-    return found
