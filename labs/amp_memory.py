@@ -3,19 +3,18 @@
     python -m labs.amp_memory --nproc 1
     python -m labs.amp_memory --nproc 1 --sequences 128 512 --batches 8 70 --attention sdpa
 
-About 7 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
+About 5 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
 are what autograd keeps for backward. Autocast leaves the first three in FP32, keeps a part of the activations in
-16 bit, and adds 16-bit copies of the weights. Three ways to know how much that is:
+16 bit, and adds 16-bit copies of the weights. Ways to know how much that is:
   formula    by hand, for BERT: labs/parts/memory/bert_memory.py
   trace      autograd's own list, from a forward pass on tensors that have a shape but no memory
-  measured   autograd's list in a real step of small models; on a GPU also the peak of its allocator
+  measured   on a GPU, autograd's list in a real step and the peak of the allocator
 
-BERT-large and ResNet-152 are traced by CUDA's rules wherever this runs; small models by those of the rank's device.
+BERT-large and ResNet-152 are traced by CUDA's rules wherever this runs.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -28,13 +27,11 @@ from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Kind, Record, Records
-from labs.parts import models
 from labs.parts.memory.bert_memory import CATEGORIES, Memory, parameter_count, predict, states
 from labs.parts.memory.saved_tensors import Line, of_step, stack, trace_line
 from labs.parts.models import Workload
-from labs.parts.models.large_models import BertShape, bert, resnet, tiny_bert
+from labs.parts.models.large_models import BertShape, bert, resnet
 from labs.parts.precision import amp
-from labs.parts.timing.probing import supported
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
@@ -42,17 +39,12 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adam": lambda p: torch.optim.AdamW(p, lr=1e-4),
 }
 GPU_HEADROOM = 1.2  # a large model really runs where this many times its predicted bytes are free
-SMOKE = {"models": ("tiny_bert",), "attention": ("eager",)}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)
 class Config:
     """Which models to count, and how large."""
 
-    models: tuple[str, ...] = ("tiny_bert", "cnn", "char_gpt")
-    """Small models for a real step: of labs.models.MODELS, tiny_bert, or package.module:factory."""
-    batch: int = 8
-    """Rows of the real steps."""
     sequences: tuple[int, ...] = (128, 512)
     """Tokens per sequence of BERT-large."""
     batches: tuple[int, ...] = (1, 8, 10, 32, 70)
@@ -63,13 +55,10 @@ class Config:
     """Of all models but ResNet-152, which takes SGD with momentum."""
     attention: tuple[Literal["eager", "sdpa"], ...] = ("eager", "sdpa")
     """BERT-large's attention: written out, torch's scaled_dot_product_attention, or both."""
-    seed: int = 0
-    """Seed of the small models and their data."""
     smoke: bool = False
     """One sequence length of BERT-large, no ResNet-152."""
 
     def __post_init__(self) -> None:
-        require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
         require(
             len(self.sequences) > 0 and all(8 <= s <= 512 for s in self.sequences),
             "sequences must hold numbers from 8 to 512: BERT-large has 512 places",
@@ -80,53 +69,14 @@ class Config:
             require(len(set(values)) == len(values), f"{name} must be different: each is a point of the curve")
         require(len(set(self.sequences)) == len(self.sequences), "sequences must be different")
         require(0 < len(set(self.attention)) == len(self.attention), "attention: name eager, sdpa or both, once")
-        models.require_known(*self.models, besides=("tiny_bert",), option="models")
-
-
-def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if a model cannot be built."""
-    for name in config.models:
-        _small(name, config.seed)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Small models, predicted and measured; then the large ones, traced, and BERT's formula beside it."""
-    count = len(config.models)
-    for done, name in enumerate(config.models, start=1):
-        yield from _small_model(name, config, rank)
-        rank.progress(done, count + 2, name)
+    """The large models, traced, and BERT's formula beside it; on a GPU also a real step."""
     yield from _bert_large(config, rank)
-    rank.progress(count + 1, count + 2, "BERT-large")
+    rank.progress(1, 2, "BERT-large")
     if not config.smoke:
         yield from _resnet152(config, rank)
-
-
-def _small(name: str, seed: int) -> Workload:
-    if name == "tiny_bert":
-        torch.manual_seed(seed)
-        return tiny_bert()
-    return models.build(name, seed)
-
-
-def _small_model(name: str, config: Config, rank: Rank) -> Iterator[Record]:
-    """One real step in every format, and what the trace said of it."""
-    for precision in [p for p in ("fp32", "bf16", "fp16") if supported(p, rank.device)]:
-        workload = _small(name, config.seed)
-        x, y = workload.make_batch(2)
-        seq = x.shape[1] if x.dtype == torch.int64 else 0
-        module, on_device = copy.deepcopy(workload.module).to(rank.device), (x.to(rank.device), y.to(rank.device))
-        if why := amp.impossible(module, workload.loss, on_device, precision):  # what is traced stays on the CPU
-            yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
-            continue
-        line = trace_line(workload, precision, rank.device.type)
-        trained = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
-        predicted = states(trained, config.optimizer, line.activations(config.batch), line.weight_copies)
-        case = {"model": name, "batch": config.batch, "seq": seq, "precision": precision, "optimizer": config.optimizer}
-        yield from _by_category(rank, "predicted_bytes", predicted, "modelled", case)
-        measured, peak_bytes = measure_step(workload, config.batch, precision, config.optimizer, rank.device)
-        yield from _by_category(rank, "measured_bytes", measured, "measured", case)
-        if peak_bytes:
-            yield rank.record("peak_bytes", "B", peak_bytes, **case)
 
 
 def _by_category(rank: Rank, metric: str, memory: Memory, kind: Kind, case: dict) -> Iterator[Record]:
@@ -230,15 +180,6 @@ def saved_shares(records: Records, model: str, seq: int = 0, **case: object) -> 
     }
 
 
-def relative_error(records: Records, **case: object) -> float:
-    """How far the predicted activations and weight copies of a small model are from the measured ones."""
-    kept = ("activations", "weight copies")
-    predicted, measured = (
-        sum(records.one(m, category=c, **case).value for c in kept) for m in ("predicted_bytes", "measured_bytes")
-    )
-    return predicted / measured - 1
-
-
 @dataclass(frozen=True)
 class Step:
     """Memory of one training step of a large model, in bytes, without and with autocast."""
@@ -280,8 +221,6 @@ def steps(records: Records) -> list[Step]:
 
 def answer(run: Records) -> Iterator[str]:
     """What autocast saves at least and at most, where BERT-large is near the article's 24 GB, and how sure that is."""
-    for r in run.where("not_possible"):
-        yield f"{r.case['model']} in {r.case['precision'].upper()}: {r.case['why']}."
     found = steps(run)
     yield (
         f"Modelled: mixed precision saves from {found[0].saved:.0f} % ({found[0]}) to {found[-1].saved:.0f} % "
@@ -290,13 +229,6 @@ def answer(run: Records) -> Iterator[str]:
     near = min((s for s in found if s.case["model"] == "bert_large"), key=lambda s: abs(s.fp32 - ARTICLE_BYTES))
     for s in (s for s in found if all(s.case.get(k) == near.case[k] for k in ("model", "seq", "batch"))):
         yield f"{s}: {s.fp32 / 1e9:.1f} GB in FP32, {s.lowered / 1e9:.1f} GB with autocast, {s.saved:.0f} % less."
-    small = [r.case for r in run.where("measured_bytes", category="activations") if r.case["model"] not in NAMES]
-    if small:
-        errors = [abs(relative_error(run, model=c["model"], precision=c["precision"])) for c in small]
-        yield (
-            f"The same count is at most {max(errors):.2%} away from {len(small)} real steps of small models; "
-            "workspace of kernels and the allocator's own share are not in it."
-        )
     peaks = run.where("peak_bytes")
     kind = "GPU" if run[0].layout["device"] == "cuda" else "CPU"
     for r in (r for r in peaks if r.case["model"] in NAMES):

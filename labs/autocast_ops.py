@@ -11,16 +11,14 @@ cannot tell: so torch is asked for its rule, too, for a CPU and for CUDA (labs/p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from labs.kit import cli
 from labs.kit.errors import require
@@ -47,8 +45,6 @@ RULE_OF = {
     "cudnn_batch_norm": "batch_norm",
 }
 """The function that has the rule, of operations that run under another name."""
-CONTEXTS = ("one", "one each")
-FORWARDS = 2
 SAME_VALUES = ("_unsafe_view", "detach", "ones_like")  # compute nothing, as views
 
 
@@ -80,14 +76,6 @@ def check_layout(config: Config, world_size: int) -> None:
         models.build(model)
 
 
-def predict(weights: int, forwards: int, cache: bool, contexts: str) -> int:
-    """Casts of `weights` lowered tensors in `forwards` forward passes within one autocast context, or one each.
-
-    Autocast keeps a weight's 16-bit copy until its outermost context ends; without the cache, each use casts anew.
-    """
-    return weights * (1 if cache and contexts == "one" else forwards)
-
-
 @dataclass(frozen=True)
 class Call:
     """One operation as it ran: `dtype_in` joins the formats of its floating-point inputs with +."""
@@ -100,16 +88,15 @@ class Call:
 
 
 class Trace(TorchDispatchMode):
-    """Counts calls and FLOPs of the floating-point operations that run inside it, without views.
+    """Counts calls of the floating-point operations that run inside it, without views.
 
     An operation is "cast to 16 bits" if autocast has cast an input of it, "cast to FP32" if it has cast one back, and
     else "not cast": it has no rule, or it got what its rule asks for. Autocast is off in backward.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.phase, self.calls, self.flop, self.weight_casts = "forward", Counter[Call](), Counter[Call](), 0
-        self._weights = {p.data_ptr() for p in parameters}
+        self.phase, self.calls = "forward", Counter[Call]()
         self._cast: dict[int, tuple[str, Tensor]] = {}  # keeps the tensor alive: an id would be given again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -125,16 +112,13 @@ class Trace(TorchDispatchMode):
             self._cast.update({id(t): (casts[0], t) for t in outs} if casts else {})
         else:
             treatment = casts[0] if casts and self.phase == "forward" else FOLLOWS
-            call = Call(self.phase, name, _joined(ins), _joined(outs[:1]), treatment)
-            self.calls[call] += 1
-            self.flop[call] += _flop(func, args, kwargs or {}, out)
+            self.calls[Call(self.phase, name, _joined(ins), _joined(outs[:1]), treatment)] += 1
         return out
 
     def _note_cast(self, before: Tensor, after: Tensor) -> None:
         down = after.itemsize < before.itemsize
         if self.phase == "forward":  # in backward a tensor with a second owner would be copied into .grad
             self._cast[id(after)] = (LOWERED if down else KEPT, after)
-        self.weight_casts += down and before.data_ptr() in self._weights
         self.calls[Call(self.phase, CAST, _joined([before]), _joined([after]), "cast")] += 1
 
 
@@ -146,19 +130,8 @@ def _joined(tensors: list[Tensor]) -> str:
     return "+".join(sorted({NAMES.get(t.dtype, str(t.dtype)) for t in tensors}))
 
 
-def _flop(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """FLOPs by torch's own formulas, which lack attention on a CPU; operations without products count 0."""
-    packet = func.overloadpacket
-    if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=out)
-    if not packet.__name__.startswith("_scaled_dot_product"):
-        return 0
-    shapes = [t.shape for t in args[:4] if isinstance(t, Tensor)]
-    return sdpa_backward_flop_count(*shapes) if "backward" in packet.__name__ else sdpa_flop_count(*shapes[:3])
-
-
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Every model's operations, without autocast and in every format, and casts of its weights; then the rules."""
+    """Every model's operations, without autocast and in every format; then the rules."""
     names, wanted = config.models, config.precisions[:1] if config.smoke else config.precisions
     formats = [p for p in wanted if supported(p, rank.device)]
     for missing in set(wanted) - set(formats):
@@ -175,8 +148,6 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
                 able.append(precision)
         for precision in ("fp32", *able):
             yield from _trace_records(name, precision, traced_step(workload, x, y, precision), rank)
-        for precision in able[:1]:
-            yield from _weight_casts(name, precision, workload.module, x, rank)
         rank.progress(done, len(names), name)
     for function, by_device in autocast_rules.rules().items():
         for kind, rule in by_device.items():
@@ -197,38 +168,9 @@ def traced_step(workload: models.Workload, x: Tensor, y: Tensor, precision: str)
 
 
 def _trace_records(name: str, precision: str, trace: Trace, rank: Rank) -> Iterator[Record]:
-    """Calls by operation, and the share of the FLOPs whose inputs have 16 bits."""
+    """Calls by operation."""
     for call, calls in trace.calls.items():
         yield rank.record("calls", "calls", calls, model=name, precision=precision, **vars(call))
-    for phase in ("forward", "backward"):
-        flop = {c: n for c, n in trace.flop.items() if c.phase == phase}
-        lowered = sum(n for c, n in flop.items() if precision != "fp32" and precision in c.dtype_in.split("+"))
-        share = lowered / max(1, sum(flop.values()))
-        yield rank.record("lowered_flop_share", "1", share, model=name, precision=precision, phase=phase)
-
-
-def _weight_casts(name: str, precision: str, module: nn.Module, x: Tensor, rank: Rank) -> Iterator[Record]:
-    """Casts of weights in two forward passes, as of two micro-batches: one autocast context or two, cache or not."""
-    for contexts in CONTEXTS:
-        for cache in (True, False):
-            casts = [_cast_once(module, x, precision, n, cache, contexts) for n in (1, FORWARDS)]
-            case = {"model": name, "precision": precision, "contexts": contexts, "cache": cache, "forwards": FORWARDS}
-            yield rank.record("weight_casts", "casts", casts[1], **case)
-            expected = predict(casts[0], FORWARDS, cache, contexts)
-            yield rank.record("predicted_weight_casts", "casts", expected, kind="modelled", **case)
-
-
-def _cast_once(module: nn.Module, x: Tensor, precision: str, forwards: int, cache: bool, contexts: str) -> int:
-    """Casts of parameters in `forwards` forward passes."""
-
-    def autocast() -> torch.amp.autocast:
-        return torch.amp.autocast(x.device.type, amp.LOWERED[precision], cache_enabled=cache)
-
-    with Trace(module.parameters()) as trace, autocast() if contexts == "one" else nullcontext():
-        for _ in range(forwards):
-            with nullcontext() if contexts == "one" else autocast():
-                module(x)
-    return trace.weight_casts
 
 
 def table(records: Records, model: str, precision: str, phase: str = "forward") -> list[dict[str, Any]]:
@@ -267,8 +209,6 @@ class Share:
     lowered: int
     """Those whose floating-point inputs have 16 bits."""
     casts: int
-    flop: float
-    """Share of the FLOPs of products and convolutions, forward and backward, whichever is less."""
 
 
 def shares(records: Records, precision: str = "bf16") -> dict[str, Share]:
@@ -277,12 +217,10 @@ def shares(records: Records, precision: str = "bf16") -> dict[str, Share]:
     for name in dict.fromkeys(r.case["model"] for r in records.where("calls", precision=precision)):
         rows = table(records, name, precision)
         plain = [row for row in rows if row["op"] != CAST]
-        flop = min(r.value for r in records.where("lowered_flop_share", model=name, precision=precision))
         found[name] = Share(
             sum(row["calls"] for row in plain),
             sum(row["calls"] for row in plain if precision in row["dtype_in"].split("+")),
             sum(row["calls"] for row in rows if row["op"] == CAST),
-            flop,
         )
     return found
 
@@ -291,11 +229,10 @@ def answer(run: Records) -> Iterator[str]:
     """How much of each model runs in 16 bits, and where a CPU's rules are not CUDA's, in sentences."""
     for r in run.where("not_possible"):
         yield f"{r.case['model']} in {r.case['precision'].upper()}: {r.case['why']}."
-    for precision in dict.fromkeys(r.case["precision"] for r in run.where("lowered_flop_share")):
+    for precision in dict.fromkeys(r.case["precision"] for r in run.where("calls")):
         if precision != "fp32":
             parts = [
-                f"{name} {s.lowered} of {s.operations} ({s.flop:.0%} of its products' FLOPs), {s.casts} casts"
-                for name, s in shares(run, precision).items()
+                f"{name} {s.lowered} of {s.operations}, {s.casts} casts" for name, s in shares(run, precision).items()
             ]
             yield f"Operations of a forward pass with {precision.upper()} inputs: {'; '.join(parts)}."
     by_op = {

@@ -5,7 +5,7 @@
 
 About 3 s on 2 CPU cores. First its scale, step by step: through an overflow that is planted, and from a start that
 is too large. Then every order of labs/parts/precision/loss_scaling_orders.py, each compared with FP32 from the
-same start on the same batches. Then what the deprecated interface does here. All in FP16, also on a CPU.
+same start on the same batches. All in FP16, also on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
-from labs.parts.precision import amp, deprecated_amp
+from labs.parts.precision import amp
 from labs.parts.precision.loss_scaling_orders import TOO_LARGE_SCALE, MicroBatches
 from labs.parts.precision.loss_scaling_trial import DEFAULT_SCALE, ORDERS, SPIKE, TOO_LARGE, Order, Trial
 
@@ -102,7 +102,7 @@ def predict(overflows: Sequence[bool], init_scale: float, growth_interval: int) 
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Two traces, all orders, gradients without zero_grad, the deprecated interface."""
+    """Two traces, all orders, gradients without zero_grad."""
     batches = _batches(config, rank.device)
     workload = models.make(config.model, config.seed)
     why = amp.impossible(workload.module.to(rank.device), workload.loss, batches[0][0], "fp16")
@@ -118,8 +118,6 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     for done, (optimizer, order) in enumerate(trials, start=1):
         yield from _compare(order, optimizer, batches, references, config, rank)
         rank.progress(done, len(trials), f"{order}, {optimizer}")
-    for row in deprecated_amp.interfaces(rank.device):
-        yield rank.record("warnings", "warnings", len([c for c in row["categories"].split("; ") if c]), **row)
 
 
 def _batches(config: Config, device: torch.device) -> list[MicroBatches]:

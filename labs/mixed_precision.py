@@ -1,14 +1,13 @@
 """What does each number format do to the time and the memory of a training step?
 
     python -m labs.mixed_precision --nproc 1                                         # the course's models
-    python -m labs.mixed_precision --nproc 1 --model my_package.my_module:factory    # a report on your own
+    python -m labs.mixed_precision --nproc 1 --models my_package.my_module:factory   # your own
     torchrun --nproc-per-node 1 -m labs.mixed_precision --formats fp32 bf16 --rounds 20
 
 About 10 s on 2 CPU cores. All formats that the device has take turns, in one model after the other; then the bytes
 that each keeps for backward, then matrix products by size, where a 16-bit format may overtake FP32 or never does.
 What would take longer than its budget is left out, and recorded as such; so is a format that this device does not have
-for one of the model's layers. Your own model gets instead of the matrix
-products a comparison of loss and gradient with FP32, on the parameters that the factory returns.
+for one of the model's layers.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.precision import amp_effects, matmul_ladder
-from labs.parts.precision.amp import NO_SCALING, impossible, scaler, whole_batch_step
-from labs.parts.precision.amp_report import report, saved_shares, short, speed_ups
+from labs.parts.precision.amp import impossible, scaler, whole_batch_step
+from labs.parts.precision.amp_report import saved_shares, short, speed_ups
 from labs.parts.timing import probing
 
 EAGER_GPT = "labs.parts.models.text_models:char_gpt_eager"
@@ -43,9 +42,7 @@ class Config:
     """What to run in which formats, and for how long."""
 
     models: tuple[str, ...] = ("cnn", "char_gpt", EAGER_GPT, "mlp")
-    """Of labs.models.MODELS, or package.module:factory; without `model`. The GPT comes with both kinds of attention."""
-    model: str = ""
-    """package.module:factory of your own model, or one of labs.models.MODELS: a report on it alone."""
+    """Of labs.models.MODELS, or package.module:factory. The GPT comes with both kinds of attention."""
     formats: tuple[str, ...] = ()
     """Of fp32, tf32, bf16, fp16; by default all that the device has. fp32 is always among them."""
     batch_size: int = 0
@@ -68,35 +65,21 @@ class Config:
     def __post_init__(self) -> None:
         unknown = sorted({*self.formats} - {*probing.DTYPES})
         require(not unknown, f"formats may hold {', '.join(probing.DTYPES)}, not {', '.join(unknown)}")
-        require(bool(self.models) or bool(self.model), f"models must name some of {', '.join(models.MODELS)}")
+        require(bool(self.models), f"models must name some of {', '.join(models.MODELS)}")
         require(self.batch_size >= 0, f"batch_size must be at least 1 (or 0 for the default), not {self.batch_size}")
         require(all(n >= 1 for n in self.sides), "sides must be at least 1")
         measure.require_budget(self.seconds, self.rounds, least=2)
         require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
         require(0 < self.budget_s < math.inf, f"budget_s must be positive, not {self.budget_s}")
-        models.require_known(*self.names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The models to run."""
-        return (self.model,) if self.model else self.models
+        models.require_known(*self.models, option="models")
 
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if a model cannot be built, or has parameters that are not FP32."""
-    for name in config.names:
+    for name in config.models:
         found = {p.dtype for p in models.build(name).module.parameters()} - {torch.float32}
         kind = str(min(found, key=str)).removeprefix("torch.") if found else ""
         require(not found, f"model {name!r} has {kind} parameters: give it float32 ones, autocast makes the copies")
-
-
-def predict(lowered_share: float, ratio: float, cast_share: float = 0.0) -> float:
-    """Speed-up of a step over FP32: Amdahl's law with a price.
-
-    `lowered_share` of the FP32 step is in products that run `ratio` times as fast in 16 bits; casts add `cast_share`
-    of the FP32 step's time. Below 1 if the casts cost more than the products gain.
-    """
-    return 1 / (1 - lowered_share + lowered_share / ratio + cast_share)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -116,43 +99,40 @@ def device_formats(config: Config, device: torch.device) -> list[str]:
 
 
 def _everything(config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
-    total = len(config.names) + 1
-    for done, name in enumerate(config.names):
+    total = len(config.models) + 1
+    for done, name in enumerate(config.models):
         rank.progress(done, total, name)
         yield from model_records(name, config, formats, rank)
     rank.progress(total - 1, total, "matrix products")
-    if not config.model:
-        yield from matmul_records(config, formats, rank)
+    yield from matmul_records(config, formats, rank)
 
 
 def model_records(name: str, config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
-    """Step times and saved bytes of one model by format; for your own also how well the formats agree."""
+    """Step times and saved bytes of one model by format."""
     workload = models.make(name, config.seed)
     workload.module.to(rank.device)
     rows = batch_rows(name, config, rank.device)
-    batches = [tuple(t.to(rank.device) for t in workload.make_batch(rows)) for _ in range(2)]
+    batch = tuple(t.to(rank.device) for t in workload.make_batch(rows))
     case = {"model": name, "batch": rows}
     steps = {}
     for f in formats:
-        if why := impossible(workload.module, workload.loss, batches[0], f):
+        if why := impossible(workload.module, workload.loss, batch, f):
             yield rank.record("not_possible", "1", 1.0, rank=0, precision=f, why=why, **case)
             continue
         step = _training(workload, f, rank.device)
-        seconds = _step_s(step, batches[0], rank.device)
+        seconds = _step_s(step, batch, rank.device)
         if f == "fp32" or seconds * _fewest(config) <= config.budget_s:
-            steps[f] = lambda step=step: step(batches[0])
+            steps[f] = lambda step=step: step(batch)
         else:
             yield _skipped(rank, seconds, precision=f, **case)
-    rounds = measure.rounds_of(config, part=MODELS_SHARE / len(config.names))
+    rounds = measure.rounds_of(config, part=MODELS_SHARE / len(config.models))
     times = matmul_ladder.in_turn(steps, rounds, config.least_s, rank.device)
     for f, samples in times.items():
         yield rank.record("step_s", "s", samples, rank=0, precision=f, **case)
     for f in steps:
-        total, copies = amp_effects.saved_bytes(workload, *batches[0], f)
+        total, copies = amp_effects.saved_bytes(workload, *batch, f)
         yield rank.record("saved_bytes", "B", total, rank=0, precision=f, **case)
         yield rank.record("weight_copy_bytes", "B", copies, rank=0, precision=f, **case)
-    if config.model:
-        yield from agreement_records(workload, batches, list(steps), rank, case)
 
 
 def batch_rows(name: str, config: Config, device: torch.device) -> int:
@@ -186,26 +166,6 @@ def _skipped(rank: Rank, seconds: float | Sequence[float], **case: object) -> Re
     return rank.record("skipped_step_s", "s", seconds, kind="modelled", rank=0, why=why, **case)
 
 
-def agreement_records(
-    workload: models.Workload, batches: Sequence[Batch], formats: list[str], rank: Rank, case: dict
-) -> Iterator[Record]:
-    """How far loss and gradient are from FP32's by format and scale; and those of another batch, to compare with."""
-    reference = amp_effects.gradient(workload, *batches[0], "fp32")
-    other = amp_effects.agreement(amp_effects.gradient(workload, *batches[1], "fp32"), reference)
-    yield rank.record("batch_noise", "1", other.gradient_error, rank=0, **case)
-    found = []
-    for f in (f for f in formats if f in ("tf32", "bf16")):
-        found.append((f, 1.0, amp_effects.agreement(amp_effects.gradient(workload, *batches[0], f), reference)))
-    if "fp16" in formats:  # those that were timed
-        found += [("fp16", *a) for a in amp_effects.fp16_agreements(workload, *batches[0], reference)]
-        plain = amp_effects.gradient(workload, *batches[0], NO_SCALING)
-        found.append((NO_SCALING, 1.0, amp_effects.agreement(plain, reference)))
-    for f, scale, agreed in found:
-        metrics = ["underflow_share", "overflow_share"] + (["loss_error", "gradient_error"] if agreed.finite else [])
-        for metric in metrics:
-            yield rank.record(metric, "1", getattr(agreed, metric), rank=0, precision=f, scale=scale, **case)
-
-
 def matmul_records(config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
     """Square matrix products by side and format; with `casts` those of autocast, which gets FP32 matrices."""
     sides = tuple(sorted(config.sides or matmul_ladder.usual_sides(rank.device)))[: 2 if config.smoke else None]
@@ -217,11 +177,8 @@ def matmul_records(config: Config, formats: list[str], rank: Rank) -> Iterator[R
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Advice on one's own model; else each format's speed by model, and the size from which its products win."""
-    if len(run.where("batch_noise")):
-        yield str(report(run)["advice"])
-    else:
-        yield from _on_models(run)
+    """Each format's speed by model, and the size from which its products win."""
+    yield from _on_models(run)
     for precision in dict.fromkeys(r.case["precision"] for r in run.where("step_s", casts=True)):
         found = matmul_ladder.ladder(run, precision, casts=True)
         side = matmul_ladder.crossing(found)

@@ -2,7 +2,6 @@
 
     python -m labs.pipeline_parallel                            # launches its own ranks: one stage on each
     torchrun --nproc-per-node 2 -m labs.pipeline_parallel --model my_package.module:factory --micro-batches 1 4 16
-    python -m labs.pipeline_parallel --way two_gpus --nproc 1   # both stages in one process, as most articles do it
 
 About 20 s on 2 CPU cores. A model of your own must be an nn.Sequential.
 
@@ -17,12 +16,10 @@ All ways to train take turns within one run, round by round, so that a slow spel
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from labs.kit import cli, hardware, measure
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -30,7 +27,6 @@ from labs.parts.pipelines import analysis, chain, even_cuts, parity, schedules, 
 from labs.parts.pipelines.bench import Traced, actions, in_turn, trainer, typical, whole
 from labs.parts.pipelines.engine import Pipeline
 from labs.parts.pipelines.memory import counting
-from labs.parts.pipelines.two_devices import TwoDevices
 from labs.parts.precision.rounding import METRIC, beyond
 
 BATCHES = {"deep_mlp": 1536}  # rows: enough that a stage computes for tens of milliseconds
@@ -43,8 +39,6 @@ class Config:
 
     model: str = "char_gpt"
     """A key of labs.parts.pipelines.CHAINS, such as deep_mlp, or package.module:factory."""
-    way: Literal["ranks", "two_gpus"] = "ranks"
-    """One process per stage, or one process with two GPUs."""
     batch_size: int | None = None
     """Rows per step; None: 1536 for deep_mlp, 64 for others."""
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -101,12 +95,8 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if a model cannot be cut into that many stages, or there are no two GPUs for one process."""
-    if config.way == "two_gpus":
-        require(world_size == 1, "way 'two_gpus' is one process: set nproc=1")
-        gpus = len(hardware.visible_gpu_names())
-        require(gpus >= 2, f"way 'two_gpus' needs 2 GPUs in one process, here are {gpus}: leave it out for two ranks")
-    model, stages = chain(config.model), 2 if config.way == "two_gpus" else world_size
+    """BadInput if a model cannot be cut into that many stages."""
+    model, stages = chain(config.model), world_size
     cuts = even_cuts(model, stages) if config.cuts is None else config.cuts
     split(model, cuts)
     require(len(cuts) == stages - 1, f"{stages} stages need {stages - 1} cuts, not {len(cuts)}: {list(cuts)}")
@@ -121,9 +111,6 @@ def predict(stages: int, micro_batches: int) -> dict[str, float]:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Gradients compared with one process, then all ways timed in turn, with what each stage did meanwhile."""
-    if config.way == "two_gpus":
-        yield from _two_gpus(config, rank)
-        return
     cuts = even_cuts(chain(config.model), rank.world_size) if config.cuts is None else list(config.cuts)
     if not config.too_big:
         yield from _parity(config, cuts, rank)
@@ -227,22 +214,6 @@ def _kept_and_sent(traced: Traced, rank: Rank, **case: object) -> Iterator[Recor
             yield rank.record("sent_messages", "1", count, stage=stage, message=message, **case)
             yield rank.record("sent_bytes", "B", size, stage=stage, message=message, **case)
             yield rank.record("sent_bytes", "B", form, kind="modelled", stage=stage, message=message, **case)
-
-
-def _two_gpus(config: Config, rank: Rank) -> Iterator[Record]:
-    """Step times of one GPU and of both in one process, in turn."""
-    model, devices = chain(config.model, config.seed), (torch.device("cuda", 0), torch.device("cuda", 1))
-    x, y = model.make_batch(config.rows)
-    both = TwoDevices(model, (config.cuts or even_cuts(model, 2))[0], devices)
-    near, far = x.to(devices[0]), y.to(devices[1])
-    steps = {("single", 1): whole(chain(config.model, config.seed), near, y.to(devices[0]), devices[0])}
-    for m in config.micro_batches:
-        step = trainer(both.halves, lambda m=m: both.step(near, far, m))
-        steps["naive" if m == 1 else "gpipe", m] = lambda step=step: (step(), measure.sync(devices[1]))
-    seconds = in_turn(steps, measure.rounds_of(config, rank.slowest), rank)
-    for (schedule, m), samples in seconds.items():
-        case = {"schedule": schedule, "by": "two_gpus", "micro_batches": m}
-        yield rank.record("step_s", "s", samples, chain=config.model, rows=config.rows, **case)
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """Formula, trace and real step agree; each would notice if the other were wrong."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -238,14 +237,6 @@ def test_states_by_hand_and_measured(optimizer, per_parameter):
 # -- the lab
 
 
-def test_small_models_are_predicted(run):
-    for precision in ("fp32", "bf16", "fp16"):
-        assert abs(amp_memory.relative_error(run, model="tiny_bert", precision=precision)) < 0.02
-        for category in ("parameters", "gradients", "optimizer"):
-            case = {"model": "tiny_bert", "precision": precision, "category": category}
-            assert run.one("predicted_bytes", **case).value == run.one("measured_bytes", **case).value
-
-
 def test_records_of_the_large_model(run):
     for attention, shape in (("eager", BertShape()), ("sdpa", SDPA)):
         case = {"model": "bert_large", "attention": attention, "seq": 128, "batch": 70}
@@ -257,19 +248,14 @@ def test_records_of_the_large_model(run):
         }
         assert amp_memory.total(run, "formula_bytes", precision="fp16", **case) == pytest.approx(lowered)
     assert {r.kind for r in run.where("predicted_bytes")} == {"modelled"}
-    assert {r.kind for r in run.where("measured_bytes")} == {"measured"}
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"sequences": (600,)}, "sequences must hold"),
-        ({"batches": (0,)}, "batches must hold"),
         ({"batches": (4, 4)}, "batches must be different"),
-        ({"images": ()}, "images must hold"),
-        ({"batch": 0}, "batch must be at least 1"),
         ({"attention": ()}, "attention: name eager, sdpa or both"),
-        ({"models": ("bert",)}, "there is no model 'bert'"),
         ({"optimizer": "lion"}, "optimizer"),
     ],
 )
@@ -296,11 +282,6 @@ def test_fused_attention_needs_less_and_may_save_a_larger_share():
     eager, fused = ([bert_memory.predict(10, 512, p, s).total for p in ("fp32", "fp16")] for s in (BertShape(), SDPA))
     assert fused[0] < eager[1]
     assert bert_memory.largest_saved_share(512, SDPA) > bert_memory.largest_saved_share(512)
-
-
-def test_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        amp_memory.Config().batch = 3
 
 
 @pytest.mark.parametrize(

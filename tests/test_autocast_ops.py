@@ -1,4 +1,4 @@
-"""What the trace sees: products lowered, losses kept, the rest following; casts counted as predicted."""
+"""What the trace sees: products lowered, losses kept, the rest following."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,6 @@ def test_without_autocast_nothing_is_cast_or_lowered(run):
         plain = run.where("calls", model=model, precision="fp32")
         assert {r.case["dtype_in"] for r in plain} == {"fp32"}
         assert {r.case["treatment"] for r in plain} == {lab.FOLLOWS}
-        assert run.one("lowered_flop_share", model=model, precision="fp32", phase="forward").value == 0
 
 
 def test_autocast_changes_formats_not_operations(run):
@@ -66,40 +65,20 @@ def test_the_residual_stream_of_the_gpt_stays_in_fp32(run):
     assert {"bf16+fp32", "fp32"} == {r["dtype_in"] for r in rows}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("model", ["mlp", "cnn", "cnn_batchnorm", "char_gpt"])
-def test_all_flops_are_in_lowered_products(run, model, phase):
-    assert run.one("lowered_flop_share", model=model, precision="bf16", phase=phase).value == 1
-
-
-def test_half_of_the_flops_where_half_of_the_products_is_outside_autocast():
+def test_a_product_outside_autocast_is_not_lowered():
     x, weight = torch.ones(8, 8), torch.ones(8, 8)
     with lab.Trace() as trace:
         with torch.autocast("cpu", torch.bfloat16):
             x @ weight
         x @ weight
-    flop = {call.dtype_in: n for call, n in trace.flop.items()}
-    assert flop == {"bf16": 2 * 8**3, "fp32": 2 * 8**3}
     assert {c.dtype_in: c.treatment for c in trace.calls if c.op == "mm"} == {"bf16": lab.LOWERED, "fp32": lab.FOLLOWS}
-
-
-def test_attention_counts_its_flops_on_a_cpu():
-    q = torch.randn(2, 4, 16, 8, requires_grad=True)
-    with lab.Trace() as trace:
-        out = nn.functional.scaled_dot_product_attention(q, q, q)
-        trace.phase = "backward"
-        out.sum().backward()
-    forward = sum(n for c, n in trace.flop.items() if c.phase == "forward")
-    assert forward == 2 * 2 * (2 * 4 * 16 * 16 * 8)
-    assert sum(n for c, n in trace.flop.items() if c.phase == "backward") > forward
 
 
 def test_a_cast_is_followed_through_views():
     layer = nn.Linear(4, 4, bias=False)
-    with lab.Trace(layer.parameters()) as trace, torch.autocast("cpu", torch.bfloat16):
+    with lab.Trace() as trace, torch.autocast("cpu", torch.bfloat16):
         layer(layer(torch.ones(2, 4)))  # the second input is 16 bits already: only the weight's transpose was cast
     assert {c.treatment for c in trace.calls if c.op == "mm"} == {lab.LOWERED}
-    assert trace.weight_casts == 1
 
 
 def test_tracing_changes_no_gradient():
@@ -115,19 +94,6 @@ def test_tracing_changes_no_gradient():
     assert torch.equal(*gradients)
 
 
-def test_weights_are_cast_as_predicted(run):
-    for record in run.where("weight_casts"):
-        assert record.value == run.one("predicted_weight_casts", **record.case).value
-    once, twice = (run.one("weight_casts", model="mlp", contexts="one", cache=c).value for c in (True, False))
-    assert (once, twice) == (6, 12)
-    assert run.one("weight_casts", model="mlp", contexts="one each", cache=True).value == 12
-
-
-def test_prediction_by_hand():
-    assert lab.predict(5, 3, cache=True, contexts="one") == 5
-    assert lab.predict(5, 3, cache=False, contexts="one") == lab.predict(5, 3, cache=True, contexts="one each") == 15
-
-
 def test_table_depends_on_the_records_alone():
     def record(precision, calls, **case):
         case = {"model": "m", "phase": "forward", "op": "mm", "precision": precision, **case}
@@ -139,11 +105,6 @@ def test_table_depends_on_the_records_alone():
     rows = lab.table(Records([rest, fp32, bf16]), "m", "bf16")
     assert rows == lab.table(Records([bf16, rest, fp32]), "m", "bf16")
     assert [(r["treatment"], r["calls"], r["fp32_calls"]) for r in rows] == [(lab.LOWERED, 2, 3), (lab.FOLLOWS, 1, 3)]
-
-
-def test_two_runs_give_the_same_table(run):
-    again = launch("autocast_ops", nproc=2, smoke=True, oversubscribe=True)
-    assert lab.table(again, "mlp", "bf16") == lab.table(run, "mlp", "bf16")
 
 
 def test_a_format_that_the_device_lacks_is_left_out(monkeypatch, capsys):
@@ -213,7 +174,7 @@ def test_layer_norm_and_the_loss_have_rules_although_the_trace_saw_no_cast(run):
 
 def test_the_answer_follows_the_records(run):
     told = " ".join(lab.answer(run))
-    assert "mlp 5 of 7 (100% of its products' FLOPs), 8 casts" in told and "5 of 17 have another rule" in told
+    assert "mlp 5 of 7, 8 casts" in told and "5 of 17 have another rule" in told
     same = Records(
         [r for r in run if r.metric != "has_rule"]
         + [
@@ -227,13 +188,10 @@ def test_the_answer_follows_the_records(run):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"models": ()}, "at least one of"),
         ({"models": ("mlp", "mlp")}, "each model once"),
         ({"models": ("resnet",)}, "there is no model 'resnet'"),
         ({"precisions": ()}, "at least one of bf16, fp16"),
-        ({"precisions": ("fp16", "fp16")}, "each format once"),
         ({"precisions": ("fp8",)}, "precisions"),
-        ({"batch": 0}, "batch must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line(values, words):

@@ -97,7 +97,7 @@ finally:
             pytest.param(a, marks=pytest.mark.long)
             for a in (
                 "mixed_precision --formats fp8",
-                "pipeline_split --micro-batches 7",
+                "pipeline_parallel --micro-batches 7",
                 "profile_step --plant nowhere=3",
                 "memory_timeline --loops leaky",
                 "clinic --diagnose nosuch",

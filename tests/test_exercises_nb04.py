@@ -1,4 +1,4 @@
-"""Checkers of notebook 04: right answers of another shape pass, and the reference agrees with PyTorch's own formats."""
+"""Checkers of notebook 04: right answers of another shape pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from labs.chapters.nb04 import exercise_amp, exercise_log
 from labs.chapters.nb04 import solutions as solution
-from labs.chapters.nb04.exercises import CASES
 from labs.kit.check import examine
 
 # -- 04.1
@@ -72,30 +71,7 @@ def counted_by_a_hook(model, optimizer, scheduler, scaler, batches, loss_fn, acc
     return torch.tensor(len(groups) - len(taken))
 
 
-def on_cuda_or_not(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
-    """Asks is_cuda, clips at a norm that is scaled like the gradients, makes one loss of a group."""
-    kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
-    skipped = 0
-    for i in range(0, len(batches), accumulate):
-        group, loss = batches[i : i + accumulate], 0.0
-        for x, y in group:
-            with torch.autocast(kind, torch.float16 if scaler.is_enabled() else torch.bfloat16):
-                output = model(x.to(kind))
-                loss = loss + loss_fn(output, y.to(output.device)) * len(x) / sum(len(x) for x, _ in group)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scale = scaler.get_scale()
-        clip_grad_norm_(model.parameters(), max_norm * scale)
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() < scale:
-            skipped += 1
-        else:
-            scheduler.step()
-    return skipped
-
-
-@pytest.mark.parametrize("right", [with_an_iterator, counted_by_a_hook, on_cuda_or_not])
+@pytest.mark.parametrize("right", [with_an_iterator, counted_by_a_hook])
 def test_other_epochs_that_do_the_same_pass(right):
     assert examine("04.1", right).state == "passed", examine("04.1", right).text
 
@@ -120,6 +96,10 @@ def test_every_slip_is_named(slip):
         ({"answer": lambda skipped: None}, "not a number"),
         ({"answer": lambda skipped: skipped + 1}, "you return 1"),
         ({"dtype": torch.float32}, "outside of any autocast"),
+        ({"dtype": torch.float16}, "the scaler is off, and the forward pass ran in float16"),
+        ({"inside": True}, "backward() ran inside autocast"),
+        ({"device": "cpu"}, 'autocast is for "cpu", whatever the device'),
+        ({"move": False}, "the batches stay on the CPU where the model is on a GPU"),
     ],
 )
 def test_what_is_seen_without_a_comparison(wrong, words):
@@ -158,42 +138,6 @@ def a_scaler_of_its_own(model, optimizer, scheduler, scaler, *rest):
     return solution.train_epoch(model, optimizer, scheduler, own, *rest)
 
 
-def a_scaler_for_each_step(new):
-    """`new` makes it, of the one that was given."""
-
-    def train_epoch(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
-        skipped = 0
-        for i in range(0, len(batches), accumulate):
-            group = batches[i : i + accumulate]
-            skipped += solution.train_epoch(
-                model, optimizer, scheduler, new(scaler), group, loss_fn, accumulate, max_norm
-            )
-        return skipped
-
-    return train_epoch
-
-
-@pytest.mark.parametrize(
-    "new",
-    [
-        lambda s: torch.amp.GradScaler("cpu", enabled=s.is_enabled()),
-        lambda s: torch.amp.GradScaler("cpu", init_scale=2.0**5, enabled=s.is_enabled()),
-        lambda s: type(s)("cpu", init_scale=s.get_scale(), enabled=s.is_enabled()),
-    ],
-    ids=["whose first steps are skipped", "with the scale that was given", "of the same class"],
-)
-def test_a_new_scaler_in_every_step_is_told(new):
-    assert "2 new GradScalers in an epoch" in examine("04.1", a_scaler_for_each_step(new)).text
-
-
-def test_a_scaler_that_only_looks_is_no_mistake():
-    def train_epoch(model, optimizer, scheduler, scaler, *rest):
-        assert torch.amp.GradScaler("cpu").is_enabled()
-        return solution.train_epoch(model, optimizer, scheduler, scaler, *rest)
-
-    assert examine("04.1", train_epoch).state == "passed"
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -201,68 +145,11 @@ def test_a_scaler_that_only_looks_is_no_mistake():
         (with_the_batches(lambda batches: [batches.pop(0) for _ in range(len(batches))]), "4 batches 0 are left"),
         (with_the_batches(lambda batches: [(x, StaysWhereItIs(y)) for x, y in batches]), "y stays on the CPU"),
         (all_rows_of_a_group_at_once, "there are 4 batches, and model(x) ran 2 times"),
-        (a_scaler_of_its_own, "a new GradScaler in an epoch"),
+        (a_scaler_of_its_own, "the scaler that was given made no step"),
     ],
 )
 def test_what_a_right_gradient_does_not_show_is_told(wrong, words):
     assert words in examine("04.1", wrong).text
-
-
-def test_an_error_of_torch_shows_the_learners_line():
-    def train_epoch(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
-        with torch.autocast("cpu", torch.float16):
-            model(torch.ones(2, 2))
-
-    text = examine("04.1", train_epoch).text
-    assert "shapes cannot be multiplied" in text and "model(torch.ones(2, 2))" in text
-
-
-# -- 04.2
-
-
-def test_a_scale_is_the_largest_that_keeps_every_gradient_finite():
-    for largest in (1.0, 0.01, 65504.0, 3e5, 2.0**-3 * (1 - 2.0**-13)):
-        g = [torch.tensor([largest, -1e-3, 0.0]), torch.tensor([[-largest]])]
-        _, scale = solution.loss_scale(g)
-        assert torch.tensor(largest * scale).half().isfinite() and torch.tensor(2 * largest * scale).half().isinf()
-
-
-def test_by_threshold_is_as_good_as_by_conversion():
-    def loss_scale(gradients):
-        sizes = [abs(x) for t in gradients for x in t.flatten().tolist() if x != 0]
-        scale = 1.0
-        while max(sizes) * scale > 65504:
-            scale /= 2
-        while max(sizes) * scale * 2 <= 65504:
-            scale *= 2
-        return sum(s <= 2**-25 for s in sizes) / len(sizes), torch.tensor(scale)
-
-    assert examine("04.2", loss_scale).state == "passed"
-
-
-def in_place(gradients):
-    share, scale = solution.loss_scale(gradients)
-    for t in gradients:
-        t *= scale
-    return share, scale
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (lambda g: ((mutants._nonzero(g).abs() < 2**-25).float().mean(), mutants._scale(g)), "you do not count 2^-25"),
-        (
-            lambda g: (
-                mutants._share(g),
-                next(2.0**p for p in range(60, -60, -1) if 2.0**p * mutants._flat(g).abs().max() < 65504),
-            ),
-            "just reaches 65504",
-        ),
-        (in_place, "the caller's gradients are others afterwards"),
-    ],
-)
-def test_what_is_off_at_one_number_only_is_told(wrong, words):
-    assert words in examine("04.2", wrong).text
 
 
 # -- 04.3
@@ -289,41 +176,9 @@ def by_what_changes(log):
     return "clip before unscale_" if max(row["norm"] for row in log if not row["skipped"]) > 1000 else "fine"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        mutants._diagnose(stuck=lambda log: sum(row["skipped"] for row in log) > len(log) / 2),
-        mutants._diagnose(stuck=lambda log: log[0]["scale"] > 100 * log[-1]["scale"]),
-        mutants._diagnose(stuck=lambda log: log[8]["skipped"]),
-        lambda log: "new scaler every step" if all(r["skipped"] for r in log) else solution.diagnose(log),
-        lambda log: (
-            "fine" if "new" in (said := solution.diagnose(log)) and not all(r["skipped"] for r in log) else said
-        ),
-        lambda log: "clip before unscale_" if max(r["norm"] for r in log) > 500 else solution.diagnose(log),
-        lambda log: "fine" if "clip" in (said := solution.diagnose(log)) and not log[0]["norm"] > 500 else said,
-    ],
-    ids=[
-        "how many are skipped",
-        "how far it fell",
-        "one row",
-        "all are skipped",
-        "not all are skipped",
-        "norms of skipped steps",
-        "the first row",
-    ],
-)
-def test_a_sign_that_only_the_printed_logs_have_is_not_enough(wrong):
-    assert "This one is" in examine("04.3", wrong).text
-
-
 @pytest.mark.parametrize("right", [by_the_last_rows, by_what_changes])
 def test_other_diagnoses_by_other_signs_pass(right):
     assert examine("04.3", right).state == "passed", examine("04.3", right).text
-
-
-def test_every_confusion_of_two_diagnoses_has_its_words():
-    assert set(exercise_log.WHY) == {(a, b) for a in exercise_log.DIAGNOSES for b in exercise_log.DIAGNOSES if a != b}
-    assert {truth for truth, _ in exercise_log.CASES} == set(exercise_log.DIAGNOSES)
 
 
 def test_the_logs_are_what_their_names_say():
@@ -335,48 +190,3 @@ def test_the_logs_are_what_their_names_say():
     assert all(row["skipped"] for row in endless[5:]) and endless[-1]["scale"] < 100
     assert all(row["norm"] > 1000 for row in scaled if not row["skipped"])
     assert all(row["skipped"] for row in forgetful) and len({row["scale"] for row in forgetful}) == 1
-
-
-# -- 04.4
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [(torch.float16, (5, 10)), (torch.bfloat16, (8, 7)), (torch.float8_e5m2, (5, 2)), (torch.float32, (8, 23))],
-)
-def test_the_reference_rounds_as_pytorch_does(dtype, bits):
-    # multiples of 2^-20 in every binade: FP32 holds each exactly, so that PyTorch rounds once
-    tiny = 2 - 2 ** (bits[0] - 1) - bits[1]
-    draw = torch.Generator().manual_seed(0)
-    for exponent in range(max(tiny - 1, -140), 2 ** (bits[0] - 1)):
-        for part in (0, 2**19, *torch.randint(2**20, (4,), generator=draw).tolist()):
-            x = math.ldexp(1 + part / 2**20, exponent)
-            exact = torch.tensor(x, dtype=torch.float32)
-            if exact.item() == x:
-                assert solution.round_to(x, *bits) == exact.to(dtype).double().item(), (x, bits)
-
-
-def test_every_rule_has_a_case():
-    values = {solution.round_to(*case) for case in CASES if case[1:] == (5, 10)}
-    assert {0.0, 2.0**-24, 65504.0, math.inf} <= values
-    assert {x for x, *bits in CASES if bits == [5, 10] and 65504 < x < 65536}
-
-
-def test_decimal_arithmetic_is_as_good():
-    def round_to(x, exponent_bits, mantissa_bits):
-        bias = (1 << exponent_bits - 1) - 1
-        exponent = max(math.frexp(x)[1] - 1, 1 - bias)
-        steps = round(math.ldexp(x, mantissa_bits - exponent))
-        value = math.ldexp(steps, exponent - mantissa_bits)
-        return torch.tensor(value if value <= (2 - 2.0**-mantissa_bits) * 2.0**bias else torch.inf, dtype=torch.float64)
-
-    assert examine("04.4", round_to).state == "passed"
-
-
-def test_nan_for_inf_is_named():
-    def round_to(x, exponent_bits, mantissa_bits):
-        right = solution.round_to(x, exponent_bits, mantissa_bits)
-        return right if math.isfinite(right) else math.nan
-
-    text = examine("04.4", round_to).text
-    assert "you return nan" in text and "what is too large is math.inf" in text

@@ -1,23 +1,21 @@
-"""Checkers of notebook 06: right answers of other kinds pass, hangs are ended, references agree with the labs."""
+"""Checkers of notebook 06: right answers of other kinds pass, hangs are ended."""
 
 from __future__ import annotations
 
 import random
-import time
-from itertools import combinations, pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from mutants import nb06 as mutants
 from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb06 import exercise_fsdp, exercise_pipeline
-from labs.chapters.nb06 import exercises as cuts_checks
 from labs.chapters.nb06 import exercises as nb06
 from labs.chapters.nb06 import solutions as solution
 from labs.kit.check import TODO, examine, get_exercise
 from labs.kit.launch import run_on_ranks
-from labs.parts.pipelines import partition, schedules
+from labs.parts.pipelines import schedules
 from labs.parts.pipelines.schedules import Action
 
 
@@ -111,20 +109,6 @@ def test_junk_for_an_order_is_told(junk):
     assert said.state == "not yet" and "your code raised" not in said.text
 
 
-@pytest.mark.drill
-def test_a_loop_without_end_and_what_it_started_is_ended(monkeypatch):
-    monkeypatch.setattr("labs.kit.answers.RUN_S", 6.0)
-
-    def order(stage, stages, micro_batches, most):
-        while True:
-            try:
-                time.sleep(0.001)
-            except Exception:
-                continue
-
-    assert "did not finish within 6 s" in examine("06.1", order).text
-
-
 def test_a_todo_inside_of_the_function_is_found():
     def order(stage, stages, micro_batches, most):
         TODO  # noqa: B018
@@ -134,16 +118,6 @@ def test_a_todo_inside_of_the_function_is_found():
 
 
 # -- 06.2
-
-
-def test_no_slip_is_another_one_or_the_right_answer():
-    right = [solution.lost_time(*case) for case in nb06.TIMELINES]
-    for term, slips in nb06.BY_TERM.items():
-        seen = {tuple(round(r[term], 6) for r in right): "right"}
-        for wrong, what, _ in slips:
-            made = tuple(round(float(wrong(case)), 6) for case in nb06.TIMELINES)
-            assert made not in seen, f"{what!r} is {seen[made]!r}"
-            seen[made] = what
 
 
 def test_the_parts_and_the_mean_work_are_the_step():
@@ -180,86 +154,6 @@ def by_tensors(events, stages):
 @pytest.mark.parametrize("right", [by_table, by_tensors])
 def test_other_ways_to_read_a_timeline_pass(right):
     passes("06.2", right)
-
-
-# -- 06.3
-
-
-def by_bisection(layer_s, stages):
-    """Try limits: fill stages up to the limit, and count them; cut more where a layer each is missing."""
-
-    def fill(limit):
-        cut, now = [], 0.0
-        for k, seconds in enumerate(layer_s):
-            must = len(layer_s) - k == stages - 1 - len(cut)
-            if k and (now + seconds > limit + 1e-9 or must):
-                cut.append(k)
-                now = 0.0
-            now += seconds
-        return cut
-
-    low, high = max(layer_s), sum(layer_s)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(fill(middle)) < stages else (middle, high)
-    return fill(high)
-
-
-def by_tables(layer_s, stages):
-    n, inf = len(layer_s), float("inf")
-    cost = [[inf] * (n + 1) for _ in range(stages + 1)]
-    begin = [[0] * (n + 1) for _ in range(stages + 1)]
-    cost[0][0] = 0.0
-    for p in range(1, stages + 1):
-        for end in range(p, n + 1):
-            cost[p][end], begin[p][end] = min((max(cost[p - 1][k], sum(layer_s[k:end])), k) for k in range(p - 1, end))
-    cut, end = [], n
-    for p in range(stages, 1, -1):
-        end = begin[p][end]
-        cut.append(end)
-    return torch.tensor(cut[::-1])
-
-
-@pytest.mark.parametrize("right", [by_bisection, by_tables])
-def test_other_ways_to_cut_pass(right):
-    passes("06.3", right)
-
-
-def test_the_reference_cuts_as_well_as_any_way_and_as_the_lab():
-    draw = random.Random(0)
-    for _ in range(60):
-        layer_s = [draw.choice([draw.uniform(0, 1), draw.randint(1, 9)]) for _ in range(draw.randint(1, 9))]
-        stages = draw.randint(1, len(layer_s))
-        ways = combinations(range(1, len(layer_s)), stages - 1)
-        best, mine = (
-            max(sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)]))
-            for cut in (min(ways, key=lambda c: max(cuts_checks._sums(layer_s, c))), solution.cuts(layer_s, stages))
-        )
-        assert mine == pytest.approx(best)
-        none = tuple(0.0 for _ in layer_s)
-        lab = partition.choose(partition.Costs(tuple(layer_s), none, none), stages)
-        assert max(cuts_checks._sums(layer_s, lab)) == pytest.approx(best)
-
-
-def test_each_way_of_slipping_is_wrong_somewhere():
-    for slip, what, _ in cuts_checks.SLIPS:
-        assert any(cuts_checks._wrong(c, slip(list(c[0]), c[1])) for c in cuts_checks.CASES), what
-
-
-@pytest.mark.parametrize("junk", [None, "abc", 3.0, {}, [None], [[1]], ["a"], [-1], [99], [2, 2], [3, 1]])
-def test_junk_for_cuts_is_told(junk):
-    said = examine("06.3", lambda layer_s, stages: junk)
-    assert said.state == "not yet" and "your code raised" not in said.text
-
-
-def test_a_loop_inside_of_c_is_ended():
-    """It holds Python's lock: in the notebook's own process nothing could interrupt it."""
-    text = examine("06.3", lambda layer_s, stages: [sum(range(10**12))]).text
-    assert "did not finish within 1 s" in text
-
-
-def test_ending_the_process_is_told():
-    assert "os._exit()" in examine("06.3", lambda layer_s, stages: __import__("os")._exit(1)).text
 
 
 # -- 06.4
@@ -321,16 +215,29 @@ def test_the_reference_gathers_twice_and_scatters_once_for_each_layer():
         assert sorted(seen.backward) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
 
 
-def _restored():
-    before = dist.ProcessGroup.allreduce
-    with exercise_fsdp.watched(calls := []):
-        dist.all_reduce(torch.ones(2))
-    dist.all_reduce(torch.ones(2))
-    return calls, before is dist.ProcessGroup.allreduce
+def rows_only(x, shard):
+    return x @ shard.T
 
 
-def test_collectives_are_counted_and_the_counter_goes_away():
-    assert run_on_ranks(_restored, 2) == [(["all_reduce"], True)] * 2
+def summed_in_forward(x, shard):
+    dist.all_reduce(torch.ones(1))
+    return solution.sharded_linear(x, shard)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (mutants.layer(order=-1), "the output of rank 0"),
+        (mutants.layer(reduce="none"), "is not this rank's rows of the mean"),
+        (mutants.layer(x_gradient=lambda g, w: None), "gets no gradient"),
+        (mutants.layer(x_gradient=lambda g, w: g @ w / 2), "the gradient of x on rank 0"),
+        (rows_only, "has shape (5, 12)"),
+        (summed_in_forward, "call all_reduce"),
+    ],
+)
+def test_other_wrong_layers_are_refused(wrong, words):
+    said = examine("06.4", wrong)
+    assert said.state == "not yet" and words in said.text, said.text
 
 
 @pytest.mark.parametrize("junk", [lambda *_: None, lambda x, shard: x[0], lambda x, shard: 1 / 0])
@@ -338,16 +245,7 @@ def test_junk_for_an_output_is_told(junk):
     assert examine("06.4", junk).state == "not yet"
 
 
-def test_a_rank_that_waits_for_ever_is_told():
-    def sharded_linear(x, shard):
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(1))
-        return solution.sharded_linear(x, shard)
-
-    assert examine("06.4", sharded_linear).state == "not yet"
-
-
-@pytest.mark.parametrize("exercise_id", ["06.1", "06.2", "06.3", "06.4"])
+@pytest.mark.parametrize("exercise_id", ["06.1", "06.2", "06.4"])
 @pytest.mark.parametrize("junk", [None, 3, "text", object(), lambda: 1])
 def test_what_is_no_such_function_is_told(exercise_id, junk):
     assert examine(exercise_id, junk).state == "not yet" and get_exercise(exercise_id).title

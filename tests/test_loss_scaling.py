@@ -12,7 +12,6 @@ from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Records
 from labs.parts import models
-from labs.parts.precision import deprecated_amp
 from labs.parts.precision.loss_scaling_trial import ORDERS, SPIKE, Trial, perceptron
 
 STOPS, LOSES = "stops with an error", "loses steps"
@@ -21,28 +20,18 @@ OUTCOMES = {
     "no zero_grad": "as FP32",
     "no zero_grad, overflow": LOSES,
     "no zero_grad, bf16": "wrong",
-    "zero_grad after backward": STOPS,
     "clip before unscale_": "wrong",
-    "backward inside autocast": "as FP32",
     "optimizer.step": "as FP32",
     "optimizer.step, overflow": "not finite",
     "optimizer.step, not unscaled": "wrong",
     "optimizer.step, not unscaled or clipped": "not finite",
-    "no update": STOPS,
-    "update every micro-batch": STOPS,
-    "unscale_ every micro-batch": STOPS,
     "unscale_ and update every micro-batch": "wrong",
     "unscale_ twice": STOPS,
     "loss not divided": "wrong",
-    "loss not scaled": STOPS,
-    "forward outside autocast": "as FP32",
     "scaler, no autocast": "as FP32",
     "autocast, no scaler": "as FP32",
     "bf16": "as FP32",
-    "bf16 with scaler": "as FP32",
-    "parameters in fp16": STOPS,
     "right, overflow": "as FP32",
-    "right, overflow, scheduled": "as FP32",
     "scheduler always, overflow": "wrong",
     "right, scale too large": LOSES,
     "new scaler every step, scale too large": LOSES,
@@ -114,12 +103,8 @@ def test_every_order_does_what_is_said_of_it(run, optimizer):
     assert rows == OUTCOMES | (ADAM_HIDES if optimizer == "adamw" else {})
 
 
-def test_all_orders_are_tested():
-    assert list(OUTCOMES) == list(ORDERS)
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("order", ["right", "right, overflow", "right, overflow, scheduled", "bf16"])
+@pytest.mark.parametrize("order", ["right", "right, overflow", "bf16"])
 def test_the_right_order_is_rounding_away_from_fp32(run, order, optimizer):
     tolerance = lab.TOLERANCE[optimizer] * lab.ROUNDING["bf16" if order == "bf16" else "fp16"]
     assert 0 < value(run, "parameter_error", order, optimizer) <= tolerance
@@ -154,24 +139,14 @@ def test_a_scale_hides_what_zero_grad_left(run):
     assert ratios["right"] == ratios["bf16"] == (1, 1, 1)
 
 
-def test_a_scale_changes_nothing_in_bf16_and_fp32(run):
-    assert value(run, "parameter_error", "bf16 with scaler") == pytest.approx(value(run, "parameter_error", "bf16"))
+def test_a_scale_changes_nothing_in_fp32(run):
     assert value(run, "parameter_error", "scaler, no autocast") < 1e-6
 
 
 def test_outside_autocast_nothing_is_lowered(run):
     shares = {r.case["order"]: r.value for r in run.where("lowered_share", optimizer="sgd")}
-    assert {o for o, share in shares.items() if share == 0} == {"forward outside autocast", "scaler, no autocast"}
+    assert {o for o, share in shares.items() if share == 0} == {"scaler, no autocast"}
     assert shares["right"] == 1
-
-
-def test_errors_name_the_mistake(run):
-    words = {r.case["order"]: r.case["raised"] for r in run.where("diverged", optimizer="sgd")}
-    assert "unscale_() has already been called" in words["unscale_ twice"]
-    assert "unscale_() has already been called" in words["unscale_ every micro-batch"]
-    assert "No inf checks were recorded" in words["update every micro-batch"]
-    assert "Attempting to unscale FP16 gradients" in words["parameters in fp16"]
-    assert all("\n" not in w for w in words.values())
 
 
 def test_torch_warns_of_a_scheduler_only_when_the_first_step_is_skipped():
@@ -182,19 +157,6 @@ def test_torch_warns_of_a_scheduler_only_when_the_first_step_is_skipped():
         words.append(trial.run(ORDERS["scheduler always, overflow"], batches, overflow_step).warned)
     assert "lr_scheduler.step()" in words[0]
     assert words[1] == "none"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_deprecated_names_warn_and_do_nothing_without_cuda(run):
-    rows = {r.case["interface"]: r for r in run.where("warnings")}
-    for name in ("autocast", "GradScaler"):
-        old = rows[f"torch.cuda.amp.{name}()"]
-        assert "FutureWarning" in old.case["categories"]
-        assert f"torch.amp.{name}('cuda', args...)" in old.case["words"]
-        assert old.case["works"] == torch.cuda.is_available()
-    new = [row for row in deprecated_amp.interfaces(torch.device("cpu")) if "'cpu'" in row["interface"]]
-    assert len(new) == 2
-    assert all(row["works"] and not row["words"] for row in new)
 
 
 def test_trial_leaves_torch_as_it_was():
@@ -235,17 +197,11 @@ def test_another_model_and_two_ranks():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"orders": ()}, "at least one order"),
         ({"orders": ("wrong",)}, "there is no order 'wrong'"),
         ({"orders": ("right", "right")}, "each order once"),
-        ({"optimizers": ()}, "sgd, adamw or both"),
-        ({"micro_batch": 0}, "micro_batch must be at least 1"),
         ({"accumulate": 1}, "1 is no accumulation"),
         ({"max_norm": 0.0}, "max_norm must be positive"),
-        ({"max_norm": math.nan}, "max_norm must be positive"),
-        ({"growth_interval": 0}, "growth_interval must be at least 1"),
         ({"overflow_step": 20}, "one of the 20 steps"),
-        ({"steps": 0}, "steps must be at least 1"),
         ({"model": "resnet"}, "there is no model 'resnet'"),
     ],
 )
@@ -262,8 +218,3 @@ def test_the_answer_counts_outcomes_and_says_where_the_rule_is_broken(run):
         [dataclasses.replace(r, samples=tuple(2 * s for s in r.samples)) if r.metric == "scale" else r for r in run]
     )
     assert "NOT as its rule has it" in " ".join(lab.answer(broken))
-
-
-def test_every_order_says_in_words_what_was_written():
-    assert all(order.means for order in ORDERS.values())
-    assert len({order.means for order in ORDERS.values()}) == len(ORDERS)

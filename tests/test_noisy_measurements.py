@@ -16,7 +16,7 @@ from labs.kit.record import Record, Records
 from labs.parts.checkpoints import checkpoint_interval
 from labs.parts.data_parallel import scaling
 from labs.parts.elastic.journal import PHASES, History
-from labs.parts.pipelines import analysis, profiling
+from labs.parts.pipelines import analysis
 from labs.parts.timing import collectives
 from labs.parts.tuning import rules
 
@@ -36,8 +36,6 @@ def test_link_fits(times):
     fit = collectives.fit(SIZES, times)
     known(fit.latency_s, fit.b_s, fit.half_bytes)
     assert math.isfinite(fit.seconds(SIZES[-1]))
-    latency, per_byte = profiling.link({size: [t] for size, t in zip(SIZES, times, strict=True)})
-    assert 0 <= latency < math.inf and 0 <= per_byte < math.inf
     modelled = crossover.predict(times[0], SIZES[0], fit, 2)
     assert 0 <= modelled <= 2
 

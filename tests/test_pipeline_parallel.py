@@ -117,20 +117,12 @@ def test_predict_by_hand():
         (2, {"micro_batches": (2, 8)}, "must hold 1, the naive split"),
         (2, {"compare": 3}, "compare, 3, must be one of the micro_batches"),
         (2, {"torch_schedules": ("zero",)}, "is none of gpipe, 1f1b"),
-        (2, {"way": "two_gpus"}, "is one process: set nproc=1"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(nproc, values, words):
     with pytest.raises(BadInput, match=words.replace("(", r"\(")) as e:
         launch("pipeline_parallel", nproc=nproc, oversubscribe=True, **values)
     assert "\n" not in str(e.value)
-
-
-def test_two_gpus_in_one_process_need_two_gpus(monkeypatch):
-    for gpus in ([], ["one"]):
-        monkeypatch.setattr(pipeline_parallel.hardware, "visible_gpu_names", lambda gpus=gpus: gpus)
-        with pytest.raises(BadInput, match=f"needs 2 GPUs in one process, here are {len(gpus)}: leave it out"):
-            launch("pipeline_parallel", nproc=1, way="two_gpus")
 
 
 def rows(n):

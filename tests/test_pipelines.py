@@ -1,6 +1,5 @@
-"""Chains and cuts, schedules and their closed forms, the pipeline written out, the cost model of a split."""
+"""Chains and cuts, schedules and their closed forms, the pipeline written out."""
 
-import copy
 import itertools
 
 import pytest
@@ -12,9 +11,8 @@ from labs.kit.launch import RankFailed, run_on_ranks
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.models import Workload
-from labs.parts.pipelines import CHAINS, Chain, analysis, chain, even_cuts, partition, profiling, schedules, split
+from labs.parts.pipelines import CHAINS, Chain, analysis, chain, even_cuts, schedules, split
 from labs.parts.pipelines.memory import counting
-from labs.parts.pipelines.two_devices import NaiveSplit, TwoDevices
 
 CPU = torch.device("cpu")
 
@@ -234,19 +232,6 @@ def test_a_pipeline_needs_a_rank_per_stage():
         run_on_ranks(function, 2)
 
 
-def test_both_halves_in_one_process():
-    model = small()
-    x, y = model.make_batch(8)
-    expected = torch.autograd.grad(model.loss(model.module()(x), y), list(model.module().parameters()))
-    for m in (1, 4):
-        both = TwoDevices(model, 2, (CPU, CPU))
-        both.halves.zero_grad()
-        loss = both.step(x, y, m)
-        assert loss.item() == pytest.approx(model.loss(model.module()(x), y).item(), rel=1e-6)
-        for p, g in zip(both.halves.parameters(), expected, strict=True):
-            torch.testing.assert_close(p.grad, g)
-
-
 def test_what_backward_keeps_is_counted_until_it_is_freed():
     layer = nn.Linear(16, 16)
     with counting(layer.parameters()) as kept:
@@ -258,65 +243,6 @@ def test_what_backward_keeps_is_counted_until_it_is_freed():
         assert kept.now == 2 * one
         second.sum().backward()
         assert kept.now == 0 and kept.peak == 3 * one
-
-
-# Where to cut
-
-
-def costs(forward, messages=None):
-    n = len(forward)
-    return partition.Costs(tuple(forward), tuple(2 * f for f in forward), tuple(messages or [0.0] * n))
-
-
-def slowest(found, cuts):
-    return max(found.stage_s(a, b) for a, b in itertools.pairwise([0, *cuts, len(found.forward_s)]))
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_the_chosen_cuts_are_the_best_of_all(stages):
-    torch.manual_seed(0)
-    for _ in range(20):
-        forward, messages = torch.rand(7).tolist(), torch.rand(7).tolist()
-        found = costs(forward, messages)
-        every = [slowest(found, cuts) for cuts in itertools.combinations(range(1, 7), stages - 1)]
-        assert slowest(found, partition.choose(found, stages)) == pytest.approx(min(every))
-
-
-def test_an_expensive_message_moves_the_cut():
-    assert partition.choose(costs([1, 1, 1, 1]), 2) == [2]
-    assert partition.choose(costs([1, 1, 1, 1], [0, 0, 9, 0]), 2) in ([1], [3])
-
-
-def test_more_stages_than_layers_cannot_be_chosen():
-    with pytest.raises(BadInput, match="4 layers are not enough for 5 stages"):
-        partition.choose(costs([1, 1, 1, 1]), 5)
-
-
-def test_predicted_step_of_equal_stages_is_the_closed_form():
-    found = partition.predict_step_s(costs([0.5] * 4), [2], 8, schedules.one_f_one_b)
-    assert found == pytest.approx(schedules.step_s(8 * 3.0, 0.0, 2, 8))
-
-
-def test_candidates_are_all_cuts_or_the_neighbours_of_the_chosen():
-    assert partition.candidates(5, 2, [2]) == [[1], [2], [3], [4]]
-    assert partition.candidates(10, 4, [3, 4, 8]) == [[3, 4, 8], [2, 4, 8], [3, 5, 8], [3, 4, 7], [3, 4, 9]]
-    assert partition.candidates(3, 1, []) == [[]]
-
-
-def test_a_link_is_fitted_and_never_negative():
-    assert profiling.link({s: [1e-4 + s / 1e9] for s in profiling.MESSAGES}) == pytest.approx((1e-4, 1e-9))
-    assert min(profiling.link({s: [1e-4 + 1 / s] for s in profiling.MESSAGES})) >= 0
-    assert profiling.link({s: [0.0] for s in profiling.MESSAGES}) == (0, 0)
-
-
-def test_a_profile_finds_the_heavy_layer():
-    layers = [nn.Linear(64, 64), nn.Linear(64, 2048), nn.Linear(2048, 1)]
-    model = Chain("heavy", layers, lambda rows: (torch.randn(rows, 64), torch.randn(rows, 1)), nn.MSELoss())
-    found = profiling.profile(model, *model.make_batch(64), 5, CPU)
-    spent = [min(la.forward_s) + min(la.backward_s) for la in found]
-    assert len(found) == 4 and spent.index(max(spent)) == 1
-    assert [la.output_bytes for la in found] == [64 * 64 * 4, 64 * 2048 * 4, 64 * 4, 4]
-    assert all(p.grad is None for p in model.module().parameters())
 
 
 # What records say
@@ -349,14 +275,3 @@ def test_speedups_and_the_share_of_the_ceiling_by_hand():
     assert analysis.speedups(records, "small", "single")["naive", "hand", 1].value == pytest.approx(1 / 1.1)
     assert analysis.shares_of_ceiling(records, "small")["1f1b", "hand", 4].value == pytest.approx(0.6 / 0.8 / 0.75)
     assert analysis.best(records, "small") == ("1f1b", "hand", 4)
-
-
-def test_the_naive_split_computes_what_one_device_does():
-    torch.manual_seed(0)
-    first, second, x = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2), torch.randn(3, 4)
-    whole = torch.nn.Sequential(copy.deepcopy(first), copy.deepcopy(second))
-    split = NaiveSplit(first, second, devices=("cpu", "cpu"))
-    for module in (whole, split):
-        module(x).square().sum().backward()
-    for p, q in zip(split.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labs.chapters.nb06 import figures_plan
 from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
 from labs.kit import hardware
 from labs.kit.errors import BadInput
@@ -236,36 +235,6 @@ def test_the_table_has_one_row_per_scheme_those_that_fit_first():
 
 
 # -- the error band: published runs
-
-
-def test_the_calibration_row_comes_out_as_published_and_the_first_table_s_flop_s_is_the_stated_one():
-    for table in calibration.tables():
-        assert table.runs[0].modelled_s(table.flop_s) == pytest.approx(table.runs[0].published_s, rel=1e-6)
-    assert calibration.tables()[0].flop_s == pytest.approx(62.4e12, rel=0.1)
-
-
-def test_the_band_holds_every_other_row_and_nothing_else():
-    found, band = [r for t in calibration.tables() for r in t.ratios().values()], calibration.band()
-    assert band.rows == len(found) == sum(len(t.runs) - 1 for t in calibration.tables())
-    assert band.low == min(found) and band.high == max(found)
-    assert band.low < 1 < band.high
-
-
-def test_a_choice_made_after_looking_is_told_with_what_the_other_one_gives(monkeypatch):
-    told = []
-    monkeypatch.setattr(figures_plan, "say", told.append)
-    figures_plan.error_band()
-    table = next(t for t in calibration.tables() if t.looked)
-    other = table.with_other_link().ratios()
-    assert set(other) == set(table.ratios()) and other != table.ratios()
-    assert all(f"{name} {ratio:.2f}" in told[0] for name, ratio in other.items())
-
-
-def test_every_model_with_two_rows_is_held_against_its_own_smallest_run():
-    rows = [r.name.split(" on ")[0] for t in calibration.tables() for r in t.runs]
-    same = list(calibration.same_model())
-    assert len(same) == len(rows) - len(set(rows))
-    assert sum(abs(r - 1) < NEAR for r in same) > len(same) / 2, "what stands at NEAR: most rows"
 
 
 def test_a_slower_published_run_widens_the_band():

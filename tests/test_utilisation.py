@@ -86,6 +86,10 @@ def test_windows_of_a_job_by_hand(monkeypatch):
     assert shares == pytest.approx([0.25] * 3) and rates == pytest.approx([20.0] * 3)
 
 
+def test_busy_between_is_linear_between_marks():
+    assert busy.busy_between([(10.0, 1.0), (12.0, 2.0)], 10.5, 11.5) == pytest.approx(0.5)
+
+
 # -- counters
 
 

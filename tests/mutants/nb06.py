@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
-
 import torch
 import torch.distributed as dist
-
-from labs.chapters.nb06 import solutions as solution
 
 # -- 06.1: the order of a stage
 
 
-def order(warm_up=lambda s, p, m, most: min(p - s, most, m), drain=True):
-    """One forward, one backward after `warm_up` forwards; the last backwards may be forgotten."""
+def order(warm_up):
+    """One forward, one backward after `warm_up` forwards."""
 
     def actions(stage, stages, micro_batches, most):
         first = warm_up(stage, stages, micro_batches, most)
         found = [("forward", i) for i in range(first)]
-        for i in range(micro_batches if drain else micro_batches - first + 1):
+        for i in range(micro_batches):
             found.append(("backward", i))
             if first + i < micro_batches:
                 found.append(("forward", first + i))
@@ -31,28 +27,10 @@ def gpipe(stage, stages, micro_batches, most):
     return [(kind, i) for kind in ("forward", "backward") for i in range(micro_batches)]
 
 
-def last_first(stage, stages, micro_batches, most):
-    """Each group of `most`: forwards, then backwards from the last one."""
-    found = []
-    for begin in range(0, micro_batches, most):
-        group = range(begin, min(begin + most, micro_batches))
-        found += [("forward", i) for i in group] + [("backward", i) for i in reversed(group)]
-    return found
-
-
-def in_groups(stage, stages, micro_batches, most):
-    """As many forwards as may be kept, then as many backwards, and so on."""
-    found = []
-    for begin in range(0, micro_batches, most):
-        group = range(begin, min(begin + most, micro_batches))
-        found += [(kind, i) for kind in ("forward", "backward") for i in group]
-    return found
-
-
 # -- 06.2: a timeline
 
 
-def lost(*, work=("forward", "backward"), mean=lambda w: sum(w) / len(w), message=max, clock=False, unit=1):
+def lost(*, work=("forward", "backward"), message=max, clock=False, unit=1):
     """The right one, except for what a keyword says."""
 
     def lost_time(events, stages):
@@ -63,59 +41,11 @@ def lost(*, work=("forward", "backward"), mean=lambda w: sum(w) / len(w), messag
             if what in ("send", "receive"):
                 spent["messages"][stage] += end - start
         step = max(e[4] for e in events) - (0 if clock else min(e[3] for e in events))
-        cut, messages = max(spent["work"]) - mean(spent["work"]), message(spent["messages"])
-        found = {"cut": cut, "messages": messages, "waiting": step - mean(spent["work"]) - cut - messages}
+        cut, messages = max(spent["work"]) - sum(spent["work"]) / stages, message(spent["messages"])
+        found = {"cut": cut, "messages": messages, "waiting": step - max(spent["work"]) - messages}
         return {k: unit * v for k, v in found.items()}
 
     return lost_time
-
-
-# -- 06.3: cuts
-
-
-def _sums(layer_s, cut):
-    return [sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)])]
-
-
-def _least(objective):
-    def cuts(layer_s, stages):
-        ways = combinations(range(1, len(layer_s)), stages - 1)
-        return list(min(ways, key=lambda cut: objective(_sums(layer_s, cut))))
-
-    return cuts
-
-
-def _equal_numbers(layer_s, stages):
-    return [k * len(layer_s) // stages for k in range(1, stages)]
-
-
-def _up_to_the_average(layer_s, stages):
-    cut, now = [], 0.0
-    for k, seconds in enumerate(layer_s):
-        if now >= sum(layer_s) / stages and len(cut) < stages - 1:
-            cut.append(k)
-            now = 0.0
-        now += seconds
-    return cut
-
-
-def _changed(change):
-    return lambda layer_s, stages: change(solution.cuts(layer_s, stages), layer_s, stages)
-
-
-def _no_memory(layer_s, stages):
-    """Right, but every way is looked at."""
-
-    def best(first, stages):
-        if stages == 1:
-            return sum(layer_s[first:]), []
-        found = []
-        for end in range(first + 1, len(layer_s) - stages + 2):
-            rest, cut = best(end, stages - 1)
-            found.append((max(sum(layer_s[first:end]), rest), [end, *cut]))
-        return min(found)
-
-    return best(0, stages)[1]
 
 
 # -- 06.4: a layer of FSDP
@@ -162,52 +92,23 @@ def plain_gather(x, shard):
     return x @ torch.cat(parts).T
 
 
-def own_rows_only(x, shard):
-    return x @ shard.T
-
-
 MUTANTS = {
     "06.1": {
         "all forwards first": (gpipe, "you keep the activations of 6 at once"),
         "1F1B without the limit": (order(lambda s, p, m, most: min(p - s, m)), "you keep the activations of 4 at once"),
-        "one at a time": (order(lambda s, p, m, most: 1), "as in the naive split"),
         "as many ahead as may be kept": (order(lambda s, p, m, most: min(most, m)), "right, but slow"),
         "stages from one": (order(lambda s, p, m, most: min(p - s - 1, most, m)), "backward before it went forward"),
-        "more than there are": (order(lambda s, p, m, most: min(p - s, most)), "there is a forward of micro-batch"),
-        "not emptied": (order(drain=False), "the backward of micro-batch"),
-        "last first": (last_first, "the backwards come in the order"),
     },
     "06.2": {
-        "forward only": (lost(work=("forward",)), "your work has the forward passes alone"),
         "messages are work": (lost(work=("forward", "backward", "send", "receive")), "work has the messages in it"),
-        "fastest for the mean": (lost(mean=min), "the fastest stage for the mean"),
         "messages of all": (lost(message=sum), "which pass them at the same time"),
-        "mean of the messages": (lost(message=lambda s: sum(s) / len(s)), "you take the mean over the stages"),
         "from zero": (lost(clock=True), "your step lasts from 0 on the clock"),
         "milliseconds": (lost(unit=1000), "these are milliseconds"),
-        "three numbers": (lambda events, stages: (0.1, 0.2, 0.3), "a dict"),
-    },
-    "06.3": {
-        "equal numbers of layers": (_equal_numbers, "as many layers, whatever they cost"),
-        "up to the average": (_up_to_the_average, "up to the average, and a bit over"),
-        "sorted": (lambda layer_s, stages: solution.cuts(sorted(layer_s, reverse=True), stages), "you sort the layers"),
-        "difference": (_least(lambda sums: max(sums) - min(sums)), "it only waits"),
-        "without the last stage": (_least(lambda sums: max(sums[:-1], default=0)), "you leave the last stage out"),
-        "from one": (_changed(lambda cut, *_: [c + 1 for c in cut]), "you count layers from 1"),
-        "the stages themselves": (
-            _changed(lambda cut, layer_s, _: [layer_s[a:b] for a, b in pairwise([0, *cut, len(layer_s)])]),
-            "these are the stages themselves",
-        ),
-        "all ways tried": (_no_memory, "25 layers in 13 stages took more than 1 s"),
     },
     "06.4": {
         "gathered without history": (plain_gather, "the shards get no gradient"),
-        "own rows only": (own_rows_only, "where the output has shape (5, 12)"),
-        "shards in another order": (layer(order=-1), "the output of rank 0 is not that of one process"),
         "whole weight kept": (layer(keep=True), "the whole weight is kept from forward to backward"),
         "sum, not mean": (layer(mean=False), "2 times that of the mean over the ranks"),
         "whole gradients summed": (layer(reduce="all"), "backward sums whole gradients on all ranks"),
-        "gradients of own rows of the batch": (layer(reduce="none"), "is not this rank's rows of the mean"),
-        "no gradient of x": (layer(x_gradient=lambda g, w: None), "x gets no gradient"),
     },
 }

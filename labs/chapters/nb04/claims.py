@@ -31,7 +31,7 @@ def _(evidence: Records) -> Verdict:
     near = [ABOUT_20[0] <= s.saved <= ABOUT_20[1] for s in steps]
     because = (
         f"{sum(near)} of {len(near)} cases are between {ABOUT_20[0]:g} and {ABOUT_20[1]:g} %, from "
-        f"{ends_of([f'{s.saved:.0f} % ({s})' for s in steps])}.{amp.peaks(run)}{amp.checked(run)}"
+        f"{ends_of([f'{s.saved:.0f} % ({s})' for s in steps])}.{amp.peaks(run)}"
     )
     return Verdict(word(near, [not n for n in near]), because, "modelled")
 
@@ -44,7 +44,7 @@ def _(evidence: Records) -> Verdict:
         for name, (of_activations, s) in found.items()
     )
     near = [ABOUT_50[0] <= of_activations <= ABOUT_50[1] for of_activations, _ in found.values()]
-    because = f"At most: {said}.{amp.buckets(evidence)}"
+    because = f"At most: {said}."
     return Verdict(word(near, [not n for n in near]), because, "modelled")
 
 
@@ -155,21 +155,6 @@ def _(evidence: Records) -> Verdict:
     then = f"{sum(skipped):.0f} of {len(skipped)} steps and takes the scale from {' and '.join(halved) or 'nowhere'}"
     because = f"{''.join(underflow)}It adds {_added(gains)}; a planted overflow skips {then}."
     return judged(right, wrong, because)
-
-
-@verdict("B08")
-@verdict("E17")
-def _(evidence: Records) -> Verdict:
-    old, new, kind = amp_step.interfaces(evidence)
-    outdated = [any(w in c["categories"] for w in ("FutureWarning", "DeprecationWarning")) for c in old]
-    right = [c["works"] and not o for c, o in zip(old, outdated, strict=True)]
-    fine = [c["interface"] for c in new if c["works"] and not c["categories"]]
-    because = (
-        f"{sum(outdated)} of {len(old)} calls of torch.cuda.amp are announced as deprecated; "
-        f"{sum(c['works'] for c in old)} do anything on the {kind} here. Without a warning: "
-        f"{', '.join(fine) or 'none of torch.amp'}."
-    )
-    return Verdict(word(right, outdated), because)
 
 
 @verdict("B09")

@@ -21,7 +21,7 @@ def device(run: Records) -> str:
     return "GPU" if run[0].layout["device"] == "cuda" else "CPU"
 
 
-# -- labs.amp_memory: calculated for large models, and for small ones checked by real steps
+# -- labs.amp_memory: calculated for large models
 
 
 def memory(evidence: Records, model: str = "") -> Records:
@@ -57,26 +57,6 @@ def peaks(run: Records) -> str:
             step = Step({k: r.case[k] for k in WHICH if k in r.case}, r.value, lowered[0].value)
             said += f" On this GPU {step.saved:.0f} % of the allocator's peak ({step})."
     return said
-
-
-def checked(run: Records) -> str:
-    """How the numbers came about, and how far the same calculation is from real steps of small models."""
-    small = [r.case for r in run.where("measured_bytes", category="activations") if r.case["model"] not in NAMES]
-    if not small:
-        return ""
-    worst = max(abs(amp_memory.relative_error(run, model=c["model"], precision=c["precision"])) for c in small)
-    return f" {len(small)} real steps of small models differ from such a count by at most {100 * worst:.2g} %."
-
-
-def buckets(evidence: Records) -> str:
-    """What autocast does to DDP's buckets; empty where that was not run."""
-    with contextlib.suppress(LookupError):
-        run = last(evidence, "amp_communication", "bucket_bytes", precision="fp32", hook="none")
-        plain = run.one("bucket_bytes", precision="fp32", hook="none").value
-        others = [r.value for r in run.where("bucket_bytes", hook="none") if r.case["precision"] != "fp32"]
-        if others:
-            return f" The gradients that DDP sends have {max(others) / plain:.3g} x the bytes."
-    return ""
 
 
 # -- labs.amp_training: accuracy by format, seed by seed

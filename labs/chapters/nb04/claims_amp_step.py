@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from labs import loss_scaling
-from labs.chapters.nb04.claims_amp import device
 from labs.kit.claims import last, runs
 from labs.kit.record import Record, Records
 
@@ -89,17 +88,3 @@ def trace(evidence: Records, name: str) -> dict[str, Record]:
     if not any(found["found_inf"].samples):
         raise LookupError(f"launch('loss_scaling'): the trace {name!r} holds no overflow")
     return found
-
-
-def interfaces(evidence: Records) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Cases of the calls of torch.cuda.amp, of those of torch.amp that name a device, and which device that is.
-
-    LookupError if they were not tried.
-    """
-    run = last(evidence, "loss_scaling", "warnings")
-    found = [r.case for r in run.where("warnings")]
-    old = [c for c in found if c["interface"].startswith("torch.cuda.amp")]
-    if not old:
-        raise LookupError("launch('loss_scaling') did not try torch.cuda.amp")
-    new = [c for c in found if c["interface"].startswith("torch.amp") and "('" in c["interface"]]
-    return old, new, device(run)

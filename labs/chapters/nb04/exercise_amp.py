@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +79,6 @@ class Seen:
     apart: bool = False
     """Whether loss_fn got an output that was on the GPU and a target that was not."""
     scaler_stepped: bool = False
-    new_scalers: int = 0
-    """How many the epoch made; one that makes a step has forgotten what the given one had learnt."""
     batches_left: int = 0
     """In the caller's list, afterwards."""
     scale: float = 1.0
@@ -135,16 +132,6 @@ class _Scaler(torch.amp.GradScaler):
             self.stepping = False
 
 
-def _new_scalers_counted(seen: Seen) -> AbstractContextManager[Any]:
-    made = torch.amp.GradScaler.__init__
-
-    def counted(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-        seen.new_scalers += 1
-        made(scaler, *args, **kwargs)
-
-    return mock.patch.object(torch.amp.GradScaler, "__init__", counted)
-
-
 def run(train_epoch: Function, job: Job) -> Seen:
     """Train one epoch on a small model and note what was done."""
     seen = Seen()
@@ -169,7 +156,7 @@ def run(train_epoch: Function, job: Job) -> Seen:
     optimizer.register_step_pre_hook(note)
     batches = job.batches()
     arguments = (model, optimizer, scheduler, scaler, batches, loss_fn)
-    with warnings.catch_warnings(record=True) as caught, _new_scalers_counted(seen):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             seen.answer = train_epoch(*arguments, job.accumulate, job.max_norm)
@@ -239,20 +226,13 @@ def _seen_at_once(seen: Seen, job: Job) -> Iterator[Finding]:
             "that forward chose",
             "end the `with` block after the loss",
         )
-    if job.scale and seen.new_scalers and (seen.around or not seen.scaler_stepped):
-        new = "a new GradScaler" if seen.new_scalers == 1 else f"{seen.new_scalers} new GradScalers"
-        yield (
-            f"you make {new} in an epoch: a new one begins at its first scale again, and knows of no overflow "
-            "before it",
-            "scaler.step(optimizer), with the argument and no new scaler",
-        )
     if job.scale and seen.around:
         yield (
-            "optimizer.step() went around the scaler: nothing looks whether the gradients are finite",
-            "scaler.step(optimizer)",
+            "optimizer.step() went around the scaler that was given: it does not look whether the gradients are finite",
+            "scaler.step(optimizer), with the argument and no new scaler",
         )
     elif job.scale and seen.error is None and not seen.scaler_stepped:
-        yield "the scaler that was given made no step", "scaler.step(optimizer), with the argument and no new scaler"
+        yield "the scaler that was given made no step", "scaler.step(optimizer)"
 
 
 def _at_whose_cost(seen: Seen, job: Job) -> Iterator[Finding]:
@@ -289,65 +269,26 @@ SLIPS = (
         "the last group has fewer than `accumulate` batches, and it never made its step",
         "step also after the last batch",
     ),
-    Slip("each", "each batch made a step of its own", "clip, step and update once for every `accumulate` batches"),
-    Slip(
-        "sum",
-        "the losses of a group were added, not averaged: its gradient is as many times too large",
-        "weigh each loss by its share of the group's rows",
-    ),
     Slip(
         "equal",
         "every batch of a group counts the same, however many rows it has: that is no mean over rows",
         "len(x) / rows, where rows is what the whole group holds",
     ),
     Slip(
-        "count",
-        "each loss was divided by `accumulate`, also in a last group that holds fewer batches",
-        "weigh each loss by its share of the group's rows",
-    ),
-    Slip(
         "clip early",
         "the gradients were clipped while they were still scaled: next to nothing of them is left",
         "scaler.unscale_(optimizer) first",
     ),
-    Slip("no clip", "nothing has clipped the gradient", "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"),
-    Slip("keep", "the gradients of the group before were still there", "optimizer.zero_grad() before each group"),
-    Slip("forget", "the gradients were zeroed between the batches of a group", "optimizer.zero_grad() once per group"),
     Slip(
         "always",
         "scheduler.step() ran also after a step that the scaler skipped",
         "the scale falls in update() when the step was skipped: compare get_scale() before and after",
     ),
-    Slip(
-        "never",
-        "the learning rate never changed: scheduler.step() is missing",
-        "after each optimizer step that was taken",
-    ),
-    Slip(
-        "none",
-        "you took every step for a skipped one: scaler.step returns what optimizer.step returns, None "
-        "without a closure",
-        "the scale falls in update() when the step was skipped",
-    ),
-    Slip(
-        "changed",
-        "you took a step for a skipped one after which the scale grew: it doubles after 2,000 steps in a "
-        "row that were taken",
-        "a skipped step makes the scale smaller: <, not !=",
-    ),
-    Slip("once", "scheduler.step() ran once, after all batches", "after each optimizer step that was taken"),
-    Slip(
-        "early",
-        "scheduler.step() ran before the optimizer's step, whose learning rate was the next one's",
-        "after each optimizer step that was taken",
-    ),
-    Slip("batchwise", "scheduler.step() ran after every batch", "after each optimizer step that was taken"),
-    Slip("taken", "you return how many steps were taken", "those that the scaler skipped are asked for"),
 )
 
 
-def _epoch(*slips: str) -> Function:
-    """An epoch with these slips in it."""
+def _epoch(slip: str) -> Function:
+    """An epoch with this slip in it."""
 
     def train_epoch(
         model: nn.Module,
@@ -358,43 +299,27 @@ def _epoch(*slips: str) -> Function:
         loss_fn: Function,
         accumulate: int,
         max_norm: float,
-    ) -> Any:
-        size = 1 if "each" in slips else accumulate
-        groups = [batches[i : i + size] for i in range(0, len(batches), size)]
-        groups = [g for g in groups if len(g) == size or "drop" not in slips]
-        taken = skipped = 0
-        dtype = torch.float16 if scaler.is_enabled() else torch.bfloat16
-        for group in groups:
-            if "keep" not in slips:
-                optimizer.zero_grad()
+    ) -> int:
+        groups = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+        skipped, dtype = 0, torch.float16 if scaler.is_enabled() else torch.bfloat16
+        for group in [g for g in groups if len(g) == accumulate or slip != "drop"]:
+            optimizer.zero_grad()
             for x, y in group:
-                if "forget" in slips:
-                    optimizer.zero_grad()
-                share = len(x) / sum(len(x) for x, _ in group)
-                share = 1 / len(group) if "equal" in slips else 1.0 if "sum" in slips else share
-                share = 1 / accumulate if "count" in slips else share
+                share = 1 / len(group) if slip == "equal" else len(x) / sum(len(x) for x, _ in group)
                 with torch.autocast("cpu", dtype):
                     loss = loss_fn(model(x), y) * share
                 scaler.scale(loss).backward()
-                if "batchwise" in slips:
-                    scheduler.step()
-            if "clip early" not in slips:
+            if slip != "clip early":
                 scaler.unscale_(optimizer)
-            if "no clip" not in slips:
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            if "early" in slips:
-                scheduler.step()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             before = scaler.get_scale()
-            returned = scaler.step(optimizer)
+            scaler.step(optimizer)
             scaler.update()
-            fell = returned is None if "none" in slips else scaler.get_scale() < before
-            fell |= "changed" in slips and scaler.get_scale() != before
-            skipped, taken = skipped + fell, taken + (not fell)
-            if not {"never", "batchwise", "once", "early"} & {*slips} and (not fell or "always" in slips):
+            fell = scaler.get_scale() < before
+            skipped += fell
+            if not fell or slip == "always":
                 scheduler.step()
-        if "once" in slips:
-            scheduler.step()
-        return taken if "taken" in slips else skipped
+        return skipped
 
     return train_epoch
 

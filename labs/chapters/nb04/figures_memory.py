@@ -88,20 +88,6 @@ def categories(seq: int = 512, batch: int = 10) -> pandas.DataFrame:
     return table.round(2)
 
 
-def predicted_against_measured(run: Records) -> pandas.DataFrame:
-    """Small models, really trained: are the bytes kept for backward those that were predicted? Deterministic."""
-    small = run.where("measured_bytes", category="activations")
-    rows: dict[str, dict[str, str]] = {}
-    for r in small:
-        near = abs(amp_memory.relative_error(run, **_of(r.case))) < 0.02
-        rows.setdefault(r.case["model"], {})[r.case["precision"].upper()] = "within 2 %" if near else "OFF"
-    return pandas.DataFrame(rows).T
-
-
-def _of(case: dict) -> dict:
-    return {k: v for k, v in case.items() if k != "category"}
-
-
 def scaler_trace(run: Records, guess: Prediction, trace: str = "planted overflow") -> None:
     """Figure: the loss scale step by step through a planted overflow, with the prediction from the rule."""
     scale, skipped = (run.one(m, trace=trace) for m in ("scale", "skipped"))
@@ -125,21 +111,17 @@ def scaler_trace(run: Records, guess: Prediction, trace: str = "planted overflow
     say(guess.against(after))
 
 
-STOPS = "stops with an error"
 OUTCOME = {
     "wrong": "silently wrong",
     "not finite": "NaN or infinite",
     "loses steps": "loses steps",
     "as FP32": "as in FP32",
-    STOPS: STOPS,
+    "stops with an error": "stops with an error",
 }
 
 
 def orders_table(run: Records) -> None:
-    """What each order of calls does to 20 steps of training, against FP32. Deterministic up to rounding.
-
-    First the orders that train on and go wrong, then those that are right or lucky, then those that stop.
-    """
+    """The orders of calls that train on and go wrong in 20 steps, against FP32. Deterministic up to rounding."""
     found = loss_scaling.outcomes(run)
     most = max(r["optimizer_steps"] for r in found)
     wrong = [
@@ -149,10 +131,6 @@ def orders_table(run: Records) -> None:
         if r["outcome"] == o
     ]
     show_table(pandas.DataFrame(wrong, columns=["outcome", "the step"]).set_index("outcome"))
-    fine = [_order(r, most) for r in found if r["outcome"] == "as FP32"]
-    say(f"*As in FP32*, {len(fine)} orders:\n\n" + "\n".join(f"* {order}" for order in fine))
-    if stopped := [(_order(r, 0), r["raised"]) for r in found if r["outcome"] == STOPS]:
-        show_table(pandas.DataFrame(stopped, columns=["the step stops", "with"]).set_index("the step stops"))
 
 
 def optimizers_text(run: Records, order: str = "clip before unscale_") -> None:
@@ -163,7 +141,7 @@ def optimizers_text(run: Records, order: str = "clip before unscale_") -> None:
     moved = {o: run.one("update_ratio", order=order, optimizer=o).value for o in ("sgd", "adamw")}
     told = [f"with {name} {far(moved[o])}" for o, name in (("sgd", "SGD"), ("adamw", "AdamW"))]
     say(
-        f"The tables are those of SGD. {ends} If {ORDERS[order].means}, parameters move {', '.join(told)}; "
+        f"The table is that of SGD. {ends} If {ORDERS[order].means}, parameters move {', '.join(told)}; "
         f"with AdamW the outcome is *{OUTCOME[adamw[order]]}*."
     )
 
@@ -229,42 +207,3 @@ def rules_table(run: Records) -> None:
     say(
         f"{len(other)} of the {len(by_op)} operations that torch was asked for have another rule on CUDA than on a CPU."
     )
-
-
-def lowered_shares(run: Records) -> pandas.DataFrame:
-    """By model: operations of a forward pass, those with 16-bit inputs, casts, share of the FLOPs. Deterministic."""
-    rows = {
-        name: {
-            "operations": s.operations,
-            "with BF16 inputs": s.lowered,
-            "casts besides": s.casts,
-            "FLOPs of products in BF16": f"{s.flop:.0%}",
-        }
-        for name, s in autocast_ops.shares(run).items()
-    }
-    return pandas.DataFrame(rows).T
-
-
-def wire_table(run: Records) -> pandas.DataFrame:
-    """What DDP sends per step, by communication hook; formats with the same bytes share a row. Deterministic."""
-    names: dict[tuple[str, str, str], list[str]] = {}
-    for r in run.where("bucket_bytes"):
-        wire = run.one("wire_bytes", precision=r.case["precision"], hook=r.case["hook"]).value
-        hook = {"none": "none", "fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}[r.case["hook"]]
-        bucket = f"{r.case['dtype'].replace('float32', 'FP32')}, {r.value / 1e6:.2f} MB"
-        names.setdefault((hook, bucket, f"{wire / 1e6:.2f} MB"), []).append(r.case["precision"].upper())
-    rows = [
-        {"hook": hook, "forward in": ", ".join(precisions), "gradients in buckets": bucket, "on the wire": wire}
-        for (hook, bucket, wire), precisions in names.items()
-        if hook != "bf16_compress_hook"
-    ]
-    return pandas.DataFrame(rows).set_index("hook")
-
-
-def deprecated(run: Records) -> None:
-    """What the names in the articles say today, in torch's own words."""
-    rows = {
-        r.case["interface"]: {"works here": r.case["works"], "warns": r.case["categories"] or "nothing"}
-        for r in run.where("warnings")
-    }
-    show_table(pandas.DataFrame(rows).T)

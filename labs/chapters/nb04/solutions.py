@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -48,15 +47,6 @@ def train_epoch(
     return skipped
 
 
-def loss_scale(gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """Share of the non-zero elements that FP16 turns to zero, and the largest power of two that keeps all finite."""
-    g = torch.cat([t.flatten() for t in gradients])
-    g = g[g != 0]
-    share_lost = (g.half() == 0).float().mean().item()
-    largest = g.abs().max().item()
-    return share_lost, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest))
-
-
 def diagnose(log: Sequence[dict]) -> str:
     """What is wrong with an FP16 training, from its log."""
     taken = [row for row in log if not row["skipped"]]
@@ -67,12 +57,3 @@ def diagnose(log: Sequence[dict]) -> str:
     if any(row["norm"] > 500 for row in taken):
         return "clip before unscale_"  # a norm as large as the scale
     return "fine"
-
-
-def round_to(x: float, exponent_bits: int, mantissa_bits: int) -> float:
-    """x > 0 as the nearest number of an IEEE 754 format with so many bits; in the middle between two, the even one."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    exponent = max(math.floor(math.log2(x)), 1 - bias)  # below the smallest normal number the spacing stays
-    spacing = 2.0 ** (exponent - mantissa_bits)
-    nearest = round(x / spacing) * spacing  # round() takes the even one of two
-    return nearest if nearest < 2.0 ** (bias + 1) else math.inf

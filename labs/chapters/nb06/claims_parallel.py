@@ -48,7 +48,7 @@ def chains(evidence: Records, metric: str, **case: object) -> dict[str, Records]
     found = {}
     for run in runs(evidence, PIPELINE, metric, **case):
         for r in run.where(metric, **case):
-            if run[0].layout.get("world_size") == 2 or run[0].config.get("way") == "two_gpus":
+            if run[0].layout.get("world_size") == 2:
                 found[r.case["chain"]] = Records(x for x in run if x.case.get("chain") == r.case["chain"])
     if not found:
         raise LookupError(f"launch({PIPELINE!r}, nproc=2) with {metric!r} is needed")

@@ -1,20 +1,15 @@
-"""Exercises of notebook 06: reading a timeline, where to cut; 06.1 and 06.4 have files of their own."""
+"""Exercises of notebook 06: reading a timeline; 06.1 and 06.4 have files of their own."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
-from itertools import accumulate, combinations, islice, pairwise, permutations
-from operator import index, itemgetter
-from statistics import median
 from typing import Any
 
 from labs.chapters.nb06 import solutions as solution
 from labs.chapters.nb06.exercise_fsdp import check_sharded_linear
 from labs.chapters.nb06.exercise_pipeline import check_order
-from labs.kit.answers import Question, Slip, number, on_ranks
+from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Exercise, Mistake
-from labs.kit.failure import RankFailed
 from labs.parts.pipelines import schedules
 
 Function = Callable[..., Any]
@@ -102,14 +97,9 @@ def _sent(case: Timeline) -> Stages:
     return _seconds(case, "send", "receive")
 
 
-def _idle(case: Timeline) -> Stages:
-    return [_step(case) - work - sent for work, sent in zip(_work(case), _sent(case), strict=True)]
-
-
-def _step(case: Timeline, stage: int | None = None) -> float:
-    """Seconds from the first start to the last end, of one stage or of all."""
-    found = [e for e in case[0] if stage in (None, e[0])]
-    return max(e[4] for e in found) - min(e[3] for e in found)
+def _step(case: Timeline) -> float:
+    """Seconds from the first start to the last end."""
+    return max(e[4] for e in case[0]) - min(e[3] for e in case[0])
 
 
 def _mean(seconds: Stages) -> float:
@@ -120,12 +110,9 @@ def _beyond(seconds: Stages) -> float:
     return max(seconds) - _mean(seconds)
 
 
-def _rest(
-    case: Timeline, step: Callable[[Timeline], float] = _step, *, mean: float = 1, cut: float = 1, messages: float = 1
-) -> float:
-    """The rest of the step, each term so many times taken off."""
+def _rest(case: Timeline, step_s: float) -> float:
     work = _work(case)
-    return step(case) - mean * _mean(work) - cut * _beyond(work) - messages * max(_sent(case))
+    return step_s - _mean(work) - _beyond(work) - max(_sent(case))
 
 
 def _slip(what: str, hint: str, wrong: Callable[[Timeline], float]) -> Slip:
@@ -133,218 +120,33 @@ def _slip(what: str, hint: str, wrong: Callable[[Timeline], float]) -> Slip:
 
 
 PARTS = "of each stage: work = forward + backward seconds, messages = send + receive seconds"
-MOST = "of the stage that spends most on them"
-STEP = "the last end less the first start"
-REST = "waiting = step - mean work - cut - messages"
-
-
-PLACES: dict[str, Callable[[Timeline], int]] = {
-    "the first stage": lambda c: 0,
-    "the last stage": lambda c: -1,
-    "the stage in the middle": lambda c: c[1] // 2,
-}
-TAKEN_OFF = {"mean": "the mean work", "cut": "the cut", "messages": "the messages"}
-WAYS = ("sent", "send"), ("received", "receive")
-
-
 BY_TERM: dict[str, list[Slip]] = {
     "cut": [
-        *(
-            _slip(f"your work has the {kind} passes alone", PARTS, lambda c, kind=kind: _beyond(_seconds(c, kind)))
-            for kind in ("forward", "backward")
-        ),
         _slip(
             "your work has the messages in it",
             PARTS,
             lambda c: _beyond([a + b for a, b in zip(_work(c), _sent(c), strict=True)]),
         ),
-        _slip(
-            "you take the slowest forward of one stage and the slowest backward of another",
-            PARTS,
-            lambda c: max(_seconds(c, "forward")) + max(_seconds(c, "backward")) - _mean(_work(c)),
-        ),
-        _slip(
-            "you take the fastest stage for the mean",
-            "the mean over all stages",
-            lambda c: max(_work(c)) - min(_work(c)),
-        ),
-        _slip("you take the median for the mean", "sum(...) / stages", lambda c: max(_work(c)) - median(_work(c))),
-        _slip(
-            "you take the sum over the stages for the mean",
-            "sum(...) / stages",
-            lambda c: max(_work(c)) - sum(_work(c)),
-        ),
-        _slip(
-            "your mean is over the passes, not over the stages",
-            "sum(...) / stages",
-            lambda c: max(_work(c)) - sum(_work(c)) / sum(e[1] in ("forward", "backward") for e in c[0]),
-        ),
-        _slip(
-            "this is the slowest stage's whole work, not what it has beyond the mean",
-            "less it",
-            lambda c: max(_work(c)),
-        ),
-        _slip(
-            "this is the mean work of a stage, not what the slowest has beyond it",
-            "the slowest less it",
-            lambda c: _mean(_work(c)),
-        ),
-        _slip(
-            "cut: the mean less the slowest stage is the right number with the wrong sign",
-            "the slowest less the mean",
-            lambda c: -_beyond(_work(c)),
-        ),
-        _slip(
-            "you compare the mean with the fastest stage",
-            "the slowest less the mean",
-            lambda c: _mean(_work(c)) - min(_work(c)),
-        ),
-        *(
-            _slip(f"you take {place} for the slowest", "max()", lambda c, at=at: _work(c)[at(c)] - _mean(_work(c)))
-            for place, at in PLACES.items()
-        ),
-        _slip(
-            "cut is a ratio to the mean here",
-            "seconds: the slowest less the mean",
-            lambda c: max(_work(c)) / _mean(_work(c)),
-        ),
-        _slip("cut is a share of the mean here", "seconds", lambda c: _beyond(_work(c)) / _mean(_work(c))),
-        _slip("these are shares of the step", "seconds", lambda c: _beyond(_work(c)) / _step(c)),
         _slip("these are milliseconds", "seconds", lambda c: 1e3 * _beyond(_work(c))),
     ],
     "messages": [
-        _slip("you add up the messages of all stages, which pass them at the same time", MOST, lambda c: sum(_sent(c))),
-        _slip("you add up what all stages send, each message once", MOST, lambda c: sum(_seconds(c, "send"))),
-        _slip("you take the mean over the stages", MOST, lambda c: _mean(_sent(c))),
         _slip(
-            "you give the messages of the stage with the most work",
-            MOST,
-            lambda c: max(zip(_work(c), _sent(c), strict=True))[1],
+            "you add up the messages of all stages, which pass them at the same time",
+            "of the stage that spends most on them",
+            lambda c: sum(_sent(c)),
         ),
-        _slip(
-            "you give the messages of the stage that waits least, by work and messages",
-            MOST,
-            lambda c: min(zip(_idle(c), _sent(c), strict=True))[1],
-        ),
-        *(
-            _slip(f"you give the messages of {place}", MOST, lambda c, at=at: _sent(c)[at(c)])
-            for place, at in (PLACES | {"stage 1": lambda c: 1}).items()
-        ),
-        _slip("you give the messages of the stage that spends least on them", "max()", lambda c: min(_sent(c))),
-        *(
-            _slip(
-                f"messages: you count what is {done}, not what is {other}",
-                PARTS,
-                lambda c, kind=kind: max(_seconds(c, kind)),
-            )
-            for (done, kind), (other, _) in permutations(WAYS)
-        ),
-        *(
-            _slip(
-                f"messages: you take twice what is {done}; a {other} need not last as long as a {kind}",
-                PARTS,
-                lambda c, kind=kind: 2 * max(_seconds(c, kind)),
-            )
-            for (done, kind), (_, other) in permutations(WAYS)
-        ),
-        _slip(
-            "messages: you take what one stage sends and what another receives",
-            "add them up for each stage first",
-            lambda c: max(_seconds(c, "send")) + max(_seconds(c, "receive")),
-        ),
-        _slip(
-            "messages: this is the longest single one",
-            "all of a stage's together",
-            lambda c: max([e[4] - e[3] for e in c[0] if e[1] in ("send", "receive")], default=0),
-        ),
-        _slip(
-            "you count messages",
-            "their seconds",
-            lambda c: max(sum(e[0] == s and e[1] in ("send", "receive") for e in c[0]) for s in range(c[1])),
-        ),
-        _slip(
-            "messages: you take the mean over the stages off",
-            "only the work is compared with its mean",
-            lambda c: _beyond(_sent(c)),
-        ),
-        _slip("these are milliseconds", "seconds", lambda c: 1e3 * max(_sent(c))),
     ],
     "waiting": [
-        *(
-            _slip(
-                f"waiting: you forget to take off {' and '.join(TAKEN_OFF[term] for term in terms)}",
-                REST,
-                lambda c, terms=terms: _rest(c, **dict.fromkeys(terms, 0)),
-            )
-            for terms in (*combinations(TAKEN_OFF, 1), *combinations(TAKEN_OFF, 2))
-        ),
-        _slip("waiting: this is the whole step", REST, _step),
-        _slip("waiting: you add the cut in place of taking it off", REST, lambda c: _rest(c, cut=-1)),
-        _slip("waiting: you add the messages in place of taking them off", REST, lambda c: _rest(c, messages=-1)),
         _slip(
-            "waiting: you take the cut off twice: the slowest stage's work has it in it",
-            REST,
-            lambda c: _rest(c, cut=2),
+            "your step lasts from 0 on the clock: it begins with its first event",
+            "the last end less the first start",
+            lambda c: _rest(c, max(e[4] for e in c[0])),
         ),
-        _slip("waiting: you take off the work of all stages, not its mean", REST, lambda c: _rest(c, mean=c[1])),
-        _slip("waiting: the sign is wrong", REST, lambda c: -_rest(c)),
         _slip(
             "waiting: you give 0 where the rest is below it",
             "leave it below 0: a message that takes long while another stage works costs the step nothing",
-            lambda c: max(0.0, _rest(c)),
+            lambda c: max(0.0, _rest(c, _step(c))),
         ),
-        _slip("waiting: the step itself is missing", REST, lambda c: _rest(c, lambda _: 0)),
-        _slip("waiting: this is how long a stage does nothing, in the mean", REST, lambda c: _mean(_idle(c))),
-        *(
-            _slip(f"waiting: this is how long {who} nothing", REST, lambda c, of=of: of(_idle(c)))
-            for who, of in (
-                ("all stages together do", sum),
-                ("the stage that waits most does", max),
-                ("the stage that waits least does", min),
-                ("stage 0 does", itemgetter(0)),
-            )
-        ),
-        _slip(
-            "waiting: this is how long the stage with the most work does nothing",
-            REST,
-            lambda c: max(zip(_work(c), _idle(c), strict=True))[1],
-        ),
-        _slip(
-            "your step lasts from 0 on the clock: it begins with its first event",
-            STEP,
-            lambda c: _rest(c, lambda c: max(e[4] for e in c[0])),
-        ),
-        _slip(
-            "your step ends with the last event of the list, which need not be the last to end",
-            STEP,
-            lambda c: _rest(c, lambda c: c[0][-1][4] - c[0][0][3]),
-        ),
-        _slip(
-            "your step ends where its last event starts",
-            STEP,
-            lambda c: _rest(c, lambda c: max(e[3] for e in c[0]) - min(e[3] for e in c[0])),
-        ),
-        _slip(
-            "your step begins where its first event ends",
-            STEP,
-            lambda c: _rest(c, lambda c: max(e[4] for e in c[0]) - min(e[4] for e in c[0])),
-        ),
-        _slip(
-            "your step ends with stage 0 and its last backward: a message of another stage may end later",
-            STEP,
-            lambda c: _rest(c, lambda c: _step(c, stage=0)),
-        ),
-        _slip(
-            "your step is the longest of one stage, from its own first start to its own last end",
-            f"{STEP}, of all stages",
-            lambda c: _rest(c, lambda c: max(_step(c, stage=s) for s in range(c[1]))),
-        ),
-        _slip(
-            "your step is the sum of all events' seconds: stages work at the same time",
-            STEP,
-            lambda c: _rest(c, lambda c: sum(e[4] - e[3] for e in c[0])),
-        ),
-        _slip("these are milliseconds", "seconds", lambda c: 1e3 * _rest(c)),
     ],
 }
 
@@ -374,293 +176,8 @@ def _facts(case: Timeline) -> str:
     return f"{case[1]} stages, {micro_batches} micro-batches, {len(case[0])} events from {case[0][0][3]:g} s on"
 
 
-# -- 06.3: where to cut
-
-
-# 06.3, the task: seconds of the layers, and a number of stages
-
-Chain = tuple[tuple[float, ...], int]
-CASES: list[Chain] = [
-    ((2.0, 3.0, 1.0, 4.0, 2.0, 7.0, 1.0, 5.0), 2),
-    ((9.0, 1.0, 1.0, 2.0, 1.0, 1.0, 3.0), 3),
-    ((1.0, 2.0, 2.0, 1.0, 8.0, 2.0, 1.0, 6.0, 3.0), 3),
-    ((0.5, 4.0, 0.25, 4.0, 0.5, 3.0, 5.0, 1.5, 2.5, 6.0), 4),
-    ((1.0, 6.0, 2.0, 1.0, 1.0, 12.0), 3),
-    ((1.0, 9.0, 4.0, 5.0, 4.0, 2.0), 4),
-    ((5.0, 5.0, 1.0, 10.0, 1.0, 12.0, 1.0), 4),
-    ((3.0, 1.0, 2.0), 3),
-    ((2.0, 5.0, 4.0), 1),
-    ((4.0, 3.0, 1.0, 6.0, 2.0, 5.0, 1.0, 1.0, 7.0, 2.0, 3.0), 5),
-]
-"""(layer_s, stages), on which each of the slips below is wrong somewhere; also one stage only, and a layer for each."""
-LONG: Chain = (tuple(1.0 + (37 * k) % 23 / 7 for k in range(25)), 13)
-"""C(24, 12) = 2.7 million ways: too many to try, few enough that a list of them all still fits into memory."""
-LIMIT_S = 1.0
-
-# 06.3, the run: in a process of its own
-
-
-def check_cuts(f: Function) -> None:
-    """Small chains, all ways known; then a long one, which needs a search that does not try them all."""
-    try:
-        *answers, long_answer = _answers(f, [*CASES, LONG])
-    except Late:
-        _check_short(
-            _answers(f, CASES, Mistake(f"your code did not finish within {LIMIT_S:g} s", "a loop never ends?"))
-        )
-        raise Mistake(
-            f"right for short chains, but {len(LONG[0])} layers in {LONG[1]} stages took more than {LIMIT_S:g} s: "
-            "there are 2.7 million ways to cut them, and 10^10 for 96 layers in 8 stages",
-            "the best way to cut what is left depends on the layer where it begins and on the stages left: compute it "
-            "once for each such pair, for example with functools.cache",
-        ) from None
-    _check_short(answers)
-    if _wrong(LONG, cut := _indices(*long_answer)):
-        raise Mistake(_told(LONG, cut), _hint(LONG, cut))
-
-
-class Late(Exception):
-    """The answers took too long."""
-
-
-Answer = tuple[Any, str, int]
-"""The answer as a list, or None if it is none; as text; the number of stages."""
-
-
-def _answers(f: Function, cases: Sequence[Chain], late: Exception | None = None) -> list[Answer]:
-    try:
-        return on_ranks(_answer_in_time, 1, f, cases, when="")[0]
-    except RankFailed as e:
-        if "SIGPROF" not in str(e):
-            raise
-        raise late or Late from None
-
-
-def _answer_in_time(f: Function, cases: Sequence[Chain]) -> list[Answer]:
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the system then ends this process, also inside of a C function
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # of computing: a busy machine does not count
-    answers = [_as_list(f(list(layer_s), stages), stages) for layer_s, stages in cases]
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    return answers
-
-
-def _as_list(answer: Any, stages: int) -> Answer:
-    try:
-        found = list(islice(answer, 1000))  # an endless generator would fill the memory
-    except TypeError:
-        return None, f"{answer!r:.60}", stages
-    if any(isinstance(a, list | tuple | range) for a in found):
-        return found, f"{found!r:.60}", stages
-    try:
-        return [index(a) for a in found], f"{found!r:.60}", stages
-    except TypeError:
-        return [], f"{found!r:.60}", stages
-
-
-# 06.3, the checks
-
-
-def _check_short(answers: Sequence[Answer]) -> None:
-    cuts = [_indices(*answer) for answer in answers]
-    wrong = [(case, cut) for case, cut in zip(CASES, cuts, strict=True) if _wrong(case, cut)]
-    if not wrong:
-        return
-    for slip, what, hint in SLIPS:
-        if [slip(list(layer_s), stages) for layer_s, stages in CASES] == cuts:
-            raise Mistake(f"{what}: {_told(*wrong[0])}", hint)
-    raise Mistake(_told(*wrong[0]), _hint(*wrong[0]))
-
-
-def _indices(found: list[Any] | None, text: str, stages: int) -> list[int]:
-    """The answer as plain whole numbers."""
-    if found is None:
-        raise Mistake(f"you return {text}, not a list of cuts", "for two stages such as [3]")
-    lists = [isinstance(a, list | tuple | range) for a in found]
-    if any(lists) and not (all(lists) and len(found) == stages):
-        raise Mistake(
-            f"for {stages} stages you return {text}, not a list of numbers of layers",
-            "the cuts alone, in one list, such as [3]",
-        )
-    if any(lists):
-        raise Mistake(
-            f"for {stages} stages you return {text}: these are the stages themselves",
-            "the number of the layer with which each stage but the first begins",
-        )
-    if not found and text != "[]":
-        raise Mistake(f"{text} are no numbers of layers", "whole numbers, counted from 0")
-    return found
-
-
-def _wrong(case: Chain, cut: Sequence[int]) -> bool:
-    return bool(_invalid(case, cut)) or _slower(case, cut)
-
-
-def _invalid(case: Chain, cut: Sequence[int]) -> str:
-    """Why these are no cuts at all, in words; "" if they are."""
-    layer_s, stages = case
-    if len(cut) != stages - 1:
-        return f"{stages} stages need {stages - 1} cut{'s' * (stages != 2)}, and you return {list(cut)}"
-    if any(not 0 <= c <= len(layer_s) for c in cut):
-        return f"your cuts are {list(cut)}, and there are {len(layer_s)} layers, 0 to {len(layer_s) - 1}"
-    if _falls(cut):
-        return f"your cuts {list(cut)} fall: stages follow each other in the model, and so do their first layers"
-    for stage, (begin, end) in enumerate(pairwise([0, *cut, len(layer_s)])):
-        if end == begin:
-            return f"with cuts {list(cut)} stage {stage} of {stages} would be empty"
-    return ""
-
-
-def _falls(cut: Sequence[int]) -> bool:
-    return any(b < a for a, b in pairwise(cut))
-
-
-def _hint(case: Chain, cut: Sequence[int]) -> str:
-    return SEARCH if not _invalid(case, cut) else "from the smallest on: sorted(cuts)" if _falls(cut) else BEGIN
-
-
-def _slower(case: Chain, cut: Sequence[int]) -> bool:
-    return max(_sums(case[0], cut)) > max(_sums(case[0], solution.cuts(*case))) + 1e-9
-
-
-def _sums(layer_s: Sequence[float], cut: Sequence[int]) -> list[float]:
-    return [sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)])]
-
-
-def _told(case: Chain, cut: Sequence[int]) -> str:
-    """The case and what is wrong with the answer, with the sums of all stages."""
-    layer_s, stages = case
-    layers = ", ".join(f"{s:g}" for s in layer_s) if len(layer_s) < 20 else f"{len(layer_s)} layers"
-    if problem := _invalid(case, cut):
-        return f"layers of {layers} s: {problem}"
-    best = solution.cuts(*case)
-    own, other = (" + ".join(f"{s:.4g}" for s in _sums(layer_s, c)) for c in (cut, best))
-    slow, fast = (max(_sums(layer_s, c)) for c in (cut, best))
-    return (
-        f"layers of {layers} s in {stages} stages: your cuts {list(cut)} make stages of {own} s, the slowest "
-        f"{slow:.4g} s; there is a way with {other} s, the slowest {fast:.4g} s"
-    )
-
-
-# 06.3, what typical mistakes give
-
-
-def _by(objective: Callable[[list[float]], float]) -> Function:
-    """The cuts with the least `objective` of the stages' sums."""
-
-    def choose(layer_s: list[float], stages: int) -> list[int]:
-        ways = combinations(range(1, len(layer_s)), stages - 1)
-        return list(min(ways, key=lambda cut: objective(_sums(layer_s, cut))))
-
-    return choose
-
-
-def _greedy(before: bool) -> Function:
-    """Close a stage when it reaches the average of all, or `before` it would pass it."""
-
-    def fill(layer_s: list[float], stages: int) -> list[int]:
-        cut, now, average = [], 0.0, sum(layer_s) / stages
-        for k, seconds in enumerate(layer_s):
-            full = now + seconds > average if before else now >= average
-            if now and full and len(cut) < stages - 1:
-                cut.append(k)
-                now = 0.0
-            now += seconds
-        return cut
-
-    return fill
-
-
-def _nearest_to_shares(layer_s: list[float], stages: int) -> list[int]:
-    """Each cut where the running sum is nearest to its share of the total."""
-    until = list(accumulate(layer_s, initial=0.0))
-    return [min(range(len(until)), key=lambda c: abs(until[c] - k * until[-1] / stages)) for k in range(1, stages)]
-
-
-def _bisected(layer_s: list[float], stages: int) -> list[int]:
-    """The slowest stage is cut as evenly as can be, until there are enough."""
-    cut: list[int] = []
-    while len(cut) < stages - 1:
-        _, a, b = max((sum(layer_s[a:b]), a, b) for a, b in pairwise([0, *cut, len(layer_s)]) if b - a > 1)
-        cut = sorted([*cut, min(range(a + 1, b), key=lambda k: max(sum(layer_s[a:k]), sum(layer_s[k:b])))])
-    return cut
-
-
-BEGIN = "return the number of the layer with which each stage but the first begins, counted from 0"
-SEARCH = "the slowest stage sets the pace: of all ways to cut, take the one whose largest stage sum is smallest"
-EQUAL = "you give every stage as many layers, whatever they cost"
-FILL = "you fill one stage after the other up to the average"
-SLIPS: list[tuple[Function, str, str]] = [
-    (lambda c, p: [i - 1 for i in solution.cuts(c, p)], "you return the last layer of each stage", BEGIN),
-    (lambda c, p: [i + 1 for i in solution.cuts(c, p)], "you count layers from 1", BEGIN),
-    (lambda c, p: [0, *solution.cuts(c, p)], "you begin with 0", "the first stage always begins there: leave it out"),
-    (lambda c, p: [*solution.cuts(c, p), len(c)], "you end with the number of layers", "no stage begins there"),
-    (
-        lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p), len(c)])],
-        "you return how many layers each stage has",
-        BEGIN,
-    ),
-    (
-        lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p)])],
-        "you return how many layers each stage but the last has",
-        BEGIN,
-    ),
-    (
-        lambda c, p: [0, *solution.cuts(c, p), len(c)],
-        "you begin with 0 and end with the number of layers",
-        "only where a stage begins after another",
-    ),
-    (
-        lambda c, p: [*(i - 1 for i in solution.cuts(c, p)), len(c) - 1],
-        "you return the last layer of each stage, of the last one, too",
-        BEGIN,
-    ),
-    (lambda c, p: [len(c) - i for i in solution.cuts(c, p)], "you count layers from the end", BEGIN),
-    (lambda c, p: [i - len(c) for i in solution.cuts(c, p)], "you count layers from the end, below 0", BEGIN),
-    (
-        lambda c, p: solution.cuts(c, max(p - 1, 1)),
-        "you make one stage too few",
-        "stages - 1 cuts make `stages` stages",
-    ),
-    (
-        lambda c, p: solution.cuts(c, min(p + 1, len(c))),
-        "you make one stage too many",
-        "stages - 1 cuts make `stages` stages",
-    ),
-    (lambda c, p: solution.cuts(c, min(2, len(c))), "you always cut in two", "there are `stages` stages"),
-    (lambda c, p: [k * len(c) // p for k in range(1, p)], EQUAL, SEARCH),
-    (lambda c, p: [round(k * len(c) / p) for k in range(1, p)], EQUAL, SEARCH),
-    (lambda c, p: [-(-k * len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
-    (lambda c, p: [k * (len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
-    (lambda c, p: [k * -(-len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
-    (_bisected, "you cut the slowest stage in two, again and again: an earlier cut may have to move", SEARCH),
-    (
-        lambda c, p: sorted(sorted(range(1, len(c)), key=lambda k: -c[k])[: p - 1]),
-        "you cut before the layers that cost most",
-        SEARCH,
-    ),
-    (_greedy(before=False), f"{FILL}, and a bit over", SEARCH),
-    (_greedy(before=True), f"{FILL}, and what never fitted ends up in the last one", SEARCH),
-    (_nearest_to_shares, "you cut where the running sum is at its share of the total, as near as can be", SEARCH),
-    (
-        lambda c, p: solution.cuts(sorted(c, reverse=True), p),
-        "you sort the layers before you cut: a stage must hold layers that follow each other in the model",
-        SEARCH,
-    ),
-    (_by(lambda sums: sum(s * s for s in sums)), "you minimise the sum of squares", SEARCH),
-    (
-        _by(lambda sums: max(sums) - min(sums)),
-        "you minimise the difference between slowest and fastest stage: a faster stage costs nothing, it only waits",
-        SEARCH,
-    ),
-    (_by(lambda sums: max(sums[:-1], default=0)), "you leave the last stage out of the comparison", SEARCH),
-    (_by(lambda sums: -min(sums)), "you make the fastest stage as slow as can be", SEARCH),
-    (_by(lambda sums: -max(sums)), "you make the slowest stage as slow as can be", "min(), not max(), of the ways"),
-]
-
-
 EXERCISES = {
     "06.1": Exercise("the order of a pipeline's stage, under a memory limit", check_order, solution.order),
     "06.2": Exercise("where a pipeline's milliseconds go", check_lost_time, solution.lost_time),
-    "06.3": Exercise("where to cut the model", check_cuts, solution.cuts),
     "06.4": Exercise("a layer of FSDP by hand", check_sharded_linear, solution.sharded_linear),
 }

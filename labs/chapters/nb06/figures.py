@@ -1,4 +1,4 @@
-"""Figures and tables of notebook 06 about pipelines: who waits, what micro-batches gain, where to cut."""
+"""Figures and tables of notebook 06 about pipelines: who waits, and what micro-batches gain."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from matplotlib.axes import Axes
 
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, estimate, paired_ratio
+from labs.kit.measure import estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show, spans
 from labs.kit.record import Records
 from labs.parts.pipelines import analysis, schedules
 from labs.parts.precision import rounding
-from labs.pipeline_split import chosen_cuts, chosen_over_rival, cut_word, sweep
 
 NAMES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B"}
 COLORS = {"forward": SERIES[0], "backward": SERIES[2], "send": SERIES[3], "receive": SERIES[1], "idle": "#E3E3E3"}
@@ -179,42 +178,3 @@ def parity(*runs: Records) -> None:
         f"Gradients of {len(errors)} cases ({', '.join(names)}): **{word}**. The limit is {rounding.TIMES} times the "
         "distance of one process's gradient in FP32 from the same in FP64."
     )
-
-
-def cut_message(ratios: list[Estimate]) -> str:
-    """Of the chosen cuts' times over those of their best rivals: what all of them show."""
-    worst = max(ratios, key=lambda r: r.low)
-    if worst.low > 1:
-        return f"A cut is shown to be better than the chosen one, which takes {worst} its time"
-    best = all(r.high < 1 for r in ratios)
-    return "Each chosen cut is the best one" if best else "No cut is shown to be better than the chosen one"
-
-
-def cuts(run: Records, guess: Prediction) -> None:
-    """Figure: step time against the place of the cut for three models, predicted by the cost model and measured."""
-    chains = list(dict.fromkeys(r.case["chain"] for r in run.where("chosen")))
-    ratios = {c: chosen_over_rival(run, c) for c in chains}
-    message = cut_message(list(ratios.values()))
-    fig, ax = figure(
-        message, xlabel="layers on the first rank", ylabel="time / best measured (x)", records=run, legend_below=True
-    )
-    for k, chain in enumerate(chains):
-        rows = sweep(run, chain)
-        least = min(measured for _, _, measured in rows)
-        at = [cut[0] for cut, _, _ in rows]
-        curve(ax, at, [predicted / least for _, predicted, _ in rows], label=chain, color=SERIES[k])
-        beside = [x + 0.12 * (k - (len(chains) - 1) / 2) for x in at]  # points at the same place hide each other
-        points(ax, beside, [measured / least for _, _, measured in rows], label=chain, color=SERIES[k])
-    first = chains[0]
-    place = {cut[0]: measured for cut, _, measured in sweep(run, first)}
-    near = min(place, key=lambda cut: abs(cut - float(guess)))
-    prediction(ax, float(guess), place[near] / min(place.values()), label=f"your prediction, {first}")
-    show(fig, alt=f"{message}. " + "; ".join(f"{c}: {r}" for c, r in ratios.items()))
-    rows = ["The points are a first look, some steps each; the chosen cut and the two fastest then took turns:"]
-    for c in chains:
-        cut, even = (chosen_cuts(run, c, by=by)[0] for by in ("cost model", "equally many layers"))
-        rows.append(
-            f"* {c}: the cost model cuts after layer {cut} (equally many layers: {even}), {cut_word(ratios[c])}. Time "
-            f"over that of its best rival: {ratios[c]}."
-        )
-    say("\n".join(rows))

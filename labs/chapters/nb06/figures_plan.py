@@ -6,12 +6,10 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pandas
 
 from labs.kit.display import say
 from labs.kit.plot import GREY, SERIES, choice_map, figure, show
-from labs.parts.planning import blind_test, calibration
-from labs.parts.planning.parallel_cost import NEAR, Plan
+from labs.parts.planning.parallel_cost import Plan
 from labs.strategy import Config, advise
 
 LINKS = {"10 Gbit Ethernet": 1.0, "PCIe 4.0 x16": 25.0, "NVLink 4": 400.0}  # GB/s in one direction: our round numbers
@@ -97,61 +95,6 @@ def decision_map(config: Config) -> None:
 def reasons(config: Config) -> None:
     """In words: what the cost model says to use, and why."""
     say(" ".join(advise(config).reasons()) + " All of this is modelled.")
-
-
-def calibration_table() -> pandas.DataFrame:
-    """Published runs against the cost model: what calibrated, what the GPU reaches, errors of the others."""
-    rows = []
-    for t in calibration.tables():
-        ratios = t.ratios()
-        shown = ratios if len(ratios) <= 4 else {n: ratios[n] for n in _ends(ratios)}
-        rows.append(
-            {
-                "table": t.name,
-                "calibrated on": t.runs[0].name,
-                "GPU reaches": f"{t.flop_s / 1e12:.0f} TFLOP/s ({t.flop_s / t.peak_flop_s:.0%})",
-                "rows": len(ratios),
-                "published over modelled time": "; ".join(f"{n} {r:.2f}" for n, r in shown.items()),
-            }
-        )
-    return pandas.DataFrame(rows).set_index("table")
-
-
-def _ends(ratios: dict[str, float]) -> list[str]:
-    """The rows with the least, the middle and the largest ratio."""
-    ordered = sorted(ratios, key=lambda name: ratios[name])
-    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-
-
-def error_band() -> None:
-    """In words: the band, what is left of it between rows of one model, and what was chosen after looking."""
-    band, same = calibration.band(), list(calibration.same_model())
-    near = sum(abs(r - 1) < NEAR for r in same)
-    said = [
-        f"{band.rows} published runs that calibrated nothing took {band} times the seconds of these closed forms.",
-        f"The tool's seconds are those of notebook 08's model, which knows two levels of links, and waiting ranks. "
-        f"{blind_test.band_across()} The tool gives this range with every speed. With FLOP/s that you give, from a "
-        f"step that you have timed, it gives that of the easier test: {blind_test.band()}",
-        f"If each model's own row with the fewest GPUs calibrates, its other {len(same)} rows took "
-        f"{min(same):.2f} to {max(same):.2f} times as long; {near} of them lie within {NEAR:.0%}.",
-        f"The tool calls plans equal that differ by less than {NEAR:.0%}. That is a choice, made after these "
-        "errors had been seen: beyond it, too, the order can be wrong.",
-    ]
-    for t in (t for t in calibration.tables() if t.looked):
-        other = t.with_other_link()
-        ratios = "; ".join(f"{name} {ratio:.2f}" for name, ratio in other.ratios().items())
-        wider = calibration.band_of(other if x is t else x for x in calibration.tables())
-        same_band = "the band would be the same" if str(wider) == str(band) else f"the band would be {wider}"
-        said.append(
-            f"{t.name}: {t.looked}. With those, {ratios}: {same_band}. Its {len(t.ratios())} rows are no test "
-            "of the model."
-        )
-    say("\n".join(f"* {line}" for line in said))
-
-
-def sources() -> None:
-    """The published tables."""
-    say("\n".join(f"* {t.name}: {t.source}" for t in calibration.tables()))
 
 
 def place_of(config: Config) -> tuple[float, float]:

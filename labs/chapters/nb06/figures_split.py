@@ -1,10 +1,10 @@
-"""Figures and tables of notebook 06 about splitting inside of layers, both at once, states, and what is sent."""
+"""Figures and tables of notebook 06 about splitting inside of layers, states, and what is sent."""
 
 from __future__ import annotations
 
 import pandas
 
-from labs import fully_sharded, point_to_point, tensor_parallel
+from labs import fully_sharded, tensor_parallel
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio
@@ -121,21 +121,6 @@ def _speed(run: Records, mode: str, width: int, rows: int) -> Estimate:
     return paired_ratio(single.samples, other.samples)
 
 
-def axes(run: Records) -> pandas.DataFrame:
-    """Four ranks as a 2 x 2 mesh: what travels along each axis, counted against the closed form."""
-    rows = []
-    for scheme in dict.fromkeys(r.case["scheme"] for r in run.where("sent_bytes")):
-        cells = {"scheme": scheme}
-        for axis, name in (("rows", "between the parts of a copy"), ("columns", "between copies of a part")):
-            found = {r.kind: r for r in run.where("sent_bytes", scheme=scheme, axis=axis)}
-            same = found["measured"].samples == found["modelled"].samples
-            word = "as closed form" if same else "NOT as closed form"
-            cells[name] = f"{found['measured'].case['op']}, {max(found['measured'].samples) / 1e6:.2f} MB, {word}"
-        part = max(run.one("bytes_per_rank", scheme=scheme, what="parameters").samples)
-        rows.append({**cells, "parameters per rank": f"{part / 1e6:.2f} MB"})
-    return pandas.DataFrame(rows).set_index("scheme")
-
-
 def sharded(run: Records, model: str, guess: Prediction) -> None:
     """In a table and words: FSDP2 against DDP, bytes held and bytes sent by each rank."""
     rows = {}
@@ -204,39 +189,3 @@ def accounting(run: Records, model: str) -> pandas.DataFrame:
 def _both(run: Records, metric: str, **case: object) -> tuple[float, float]:
     found = {r.kind: r.value for r in run.where(metric, **case)}
     return found["measured"], found["modelled"]
-
-
-def sums(*runs: Records) -> pandas.DataFrame:
-    """A sum over n ranks in three ways: the most that one rank sends, as counted, in lengths of the vector."""
-    rows = []
-    for run in runs:
-        n, size = run[0].layout["world_size"], max(r.case["size"] for r in run.where("sent_bytes"))
-        cells = {}
-        for way in point_to_point.WAYS:
-            found = next(max(r.samples) for r in run.where("sent_bytes", way=way, size=size) if r.kind == "measured")
-            form = max(point_to_point.predict(way, size // 4, rank, n) for rank in range(n))
-            cells[way] = f"{found / size:.2f}" + (f", closed form {form / size:.2f}" if found != form else "")
-        rows.append({"ranks": n, **cells, "": "as the closed forms" if "closed" not in str(cells) else "NOT"})
-    rows.append(
-        {
-            "ranks": 8,
-            **{
-                way: f"{max(point_to_point.predict(way, 840, r, 8) for r in range(8)) / 3360:.2f}"
-                for way in point_to_point.WAYS
-            },
-            "": "closed form only",
-        }
-    )
-    return pandas.DataFrame(rows).set_index("ranks")
-
-
-def sum_times(run: Records) -> None:
-    """In words: how long the three ways take here, small and large."""
-    said = []
-    sizes = sorted({r.case["size"] for r in run.where("seconds")})
-    for size in (sizes[0], sizes[-1]):
-        seconds = {r.case["way"]: r.samples for r in run.where("seconds", size=size) if r.kind == "measured"}
-        ratios = [f"{w}: {paired_ratio(seconds[w], seconds['all_reduce'])}" for w in seconds if w != "all_reduce"]
-        took = estimate(seconds["all_reduce"], "s")
-        said.append(f"* {size / 1e6:.2g} MB: all_reduce takes {took}; in units of that, {', '.join(ratios)}")
-    say("\n".join(said))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,29 +32,6 @@ def lost_time(events: Sequence[Event], stages: int) -> dict[str, float]:
     mean = sum(spent["work"]) / stages
     cut, messages = max(spent["work"]) - mean, max(spent["messages"])
     return {"cut": cut, "messages": messages, "waiting": step - mean - cut - messages}
-
-
-def cuts(layer_s: Sequence[float], stages: int) -> list[int]:
-    """Where each stage but the first begins, so that the slowest stage is as fast as can be.
-
-    Dynamic programming over "the best way to cut what is left from this layer on": layers^2 x stages steps.
-    """
-    layers = len(layer_s)
-    until = [0.0]
-    for seconds in layer_s:
-        until.append(until[-1] + seconds)
-
-    @cache
-    def best(first: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        if stages == 1:
-            return until[layers] - until[first], ()
-        found = []
-        for end in range(first + 1, layers - stages + 2):  # one layer at least for every stage after this
-            slowest, rest = best(end, stages - 1)
-            found.append((max(until[end] - until[first], slowest), (end, *rest)))
-        return min(found)
-
-    return list(best(0, stages)[1])
 
 
 def sharded_linear(x: Tensor, shard: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -96,26 +94,18 @@ def dense(inputs: int, outputs: int) -> nn.Sequential:
 
 
 @cache
-def _fashion(pooled: bool) -> tuple[Tensor, Tensor]:
-    """Training images of Fashion-MNIST, (10000, 1, 28, 28) or pooled and flat (10000, 196), with their labels."""
-    from labs.data import fashion_mnist
+def _fashion() -> tuple[Tensor, Tensor]:
+    """Training images of Fashion-MNIST, pooled and flat (10000, 196), with their labels."""
     from labs.data.fashion import vectors
 
-    if pooled:
-        x, y, *_ = vectors(10_000, torch.device("cpu"))
-        return x, y
-    data = fashion_mnist()
-    x = torch.from_numpy(data.x_train).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
-    return x, torch.from_numpy(data.y_train).long()
+    x, y, *_ = vectors(10_000, torch.device("cpu"))
+    return x, y
 
 
-def _images(pooled: bool) -> Callable[[int], tuple[Tensor, Tensor]]:
-    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-        x, y = _fashion(pooled)
-        rows = torch.randint(len(x), (batch_size,))
-        return x[rows], y[rows]
-
-    return make_batch
+def _images(batch_size: int) -> tuple[Tensor, Tensor]:
+    x, y = _fashion()
+    rows = torch.randint(len(x), (batch_size,))
+    return x[rows], y[rows]
 
 
 def deep_mlp(width: int = 512, layers: int = 8) -> Chain:
@@ -124,9 +114,7 @@ def deep_mlp(width: int = 512, layers: int = 8) -> Chain:
     Real Fashion-MNIST images of 14 x 14 pixels. Cut in the middle, both halves do nearly the same work.
     """
     body = [dense(width, width) for _ in range(layers)]
-    return Chain(
-        "deep_mlp", [dense(196, width), *body, nn.Linear(width, 10)], _images(pooled=True), functional.cross_entropy
-    )
+    return Chain("deep_mlp", [dense(196, width), *body, nn.Linear(width, 10)], _images, functional.cross_entropy)
 
 
 class Embed(nn.Module):
@@ -160,52 +148,7 @@ def char_gpt(width: int = 128, blocks: int = 4) -> Chain:
     )
 
 
-@cache
-def _words(vocabulary: int) -> Tensor:
-    """Moby-Dick as numbers of words and marks; 0 stands for all that are rarer than the `vocabulary` - 1 commonest."""
-    from labs.data import moby_dick
-
-    words = re.findall(r"[a-z]+|[^\sa-z]", moby_dick().lower())
-    number = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), start=1)}
-    return torch.tensor([number.get(word, 0) for word in words])
-
-
-def word_gpt(width: int = 128, blocks: int = 6, vocabulary: int = 4096, length: int = 32) -> Chain:
-    """Unbalanced at the end: a GPT that predicts one of 4,096 words of Moby-Dick. A row is 32 words."""
-    from labs.parts.models.text_models import Block, char_loss
-
-    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-        text = _words(vocabulary)
-        starts = torch.randint(len(text) - length, (batch_size,))
-        rows = text[starts[:, None] + torch.arange(length + 1)]
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    body = [Block(width, heads=4) for _ in range(blocks)]
-    return Chain("word_gpt", [Embed(vocabulary, width, length), *body, _head(width, vocabulary)], make_batch, char_loss)
-
-
-def funnel_mlp() -> Chain:
-    """Unbalanced at the start: dense layers that become narrower, on Fashion-MNIST images of 14 x 14 pixels."""
-    widths = [196, 1024, 1024, 768, 512, 384, 256, 192, 128]
-    body = [dense(a, b) for a, b in pairwise(widths)]
-    return Chain("funnel_mlp", [*body, nn.Linear(widths[-1], 10)], _images(pooled=True), functional.cross_entropy)
-
-
-def convnet() -> Chain:
-    """Unbalanced in work and in messages: early layers have large images, late ones many channels. Fashion-MNIST."""
-    layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((1, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)):
-        layers.append(nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.ReLU()))
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-    return Chain("convnet", [*layers, head], _images(pooled=False), functional.cross_entropy)
-
-
-UNBALANCED = ("funnel_mlp", "word_gpt", "convnet")
-
 CHAINS: dict[str, Callable[[], Chain]] = {
     "deep_mlp": deep_mlp,
     "char_gpt": char_gpt,
-    "funnel_mlp": funnel_mlp,
-    "word_gpt": word_gpt,
-    "convnet": convnet,
 }

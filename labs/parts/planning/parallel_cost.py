@@ -15,8 +15,8 @@ from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 STATE_BYTES = 16  # per parameter, FP32: itself, gradient, Adam's two moments
 COPY_BYTES = 2  # per parameter: a 16-bit copy to compute with; FSDP2 gathers it
 GRADIENT_BYTES = 4  # per parameter: DDP and FSDP2 both sum gradients in FP32 here
-# Plans whose times differ by less are taken for equal. Our choice, made after calibration's errors had been seen: most
-# rows of `calibration.same_model` err by less, not all. So a plan beyond it may still be the faster one.
+# Plans whose times differ by less are taken for equal. Our choice, made after the errors on published runs had been
+# seen: most err by less, not all. So a plan beyond it may still be the faster one.
 NEAR = 0.1
 BUCKET_BYTES = 25 * 2**20  # DDP's; the last one has no backward pass left to hide behind
 ASPECT = 100  # hidden size over layers; 43 to 128 in GPT-3's models, Brown et al. 2020, arXiv 2005.14165, table 2.1

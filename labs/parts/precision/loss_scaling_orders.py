@@ -1,7 +1,6 @@
 """Training steps with a GradScaler: the right order, and the wrong ones that people write.
 
-Each is the step of `amp.train_step` with one thing changed, marked with `<-`. Some stop with an error, some
-are harmless, and some train on without a word.
+Each is the step of `amp.train_step` with one thing changed, marked with `<-`.
 """
 
 from __future__ import annotations
@@ -73,13 +72,6 @@ def no_zero_grad(t: Training, micro_batches: MicroBatches) -> None:
     _finish(t)
 
 
-def zero_grad_too_late(t: Training, micro_batches: MicroBatches) -> None:
-    """Nothing is left to step with."""
-    _backward(t, micro_batches)
-    t.optimizer.zero_grad()  # <- belongs before backward or after the step
-    _finish(t)
-
-
 def clip_before_unscale(t: Training, micro_batches: MicroBatches) -> None:
     """The scaled norm is clipped, and what is left of it is divided by the scale."""
     t.optimizer.zero_grad()
@@ -87,16 +79,6 @@ def clip_before_unscale(t: Training, micro_batches: MicroBatches) -> None:
     _clip(t)  # <- before unscale_, which step() does
     t.scaler.step(t.optimizer)
     t.scaler.update()
-
-
-def backward_inside_autocast(t: Training, micro_batches: MicroBatches) -> None:
-    """Discouraged by torch's documentation: backward runs in the formats that forward chose anyway."""
-    t.optimizer.zero_grad()
-    for x, y in micro_batches:
-        with amp.precision(t.name, x.device):
-            value = t.loss(t.module(x), y) * (len(x) / sum(len(x) for x, _ in micro_batches))
-            t.scaler.scale(value).backward()  # <- still inside
-    _finish(t)
 
 
 def around_the_scaler(t: Training, micro_batches: MicroBatches) -> None:
@@ -122,35 +104,6 @@ def scaled_gradient_unclipped(t: Training, micro_batches: MicroBatches) -> None:
     t.optimizer.zero_grad()
     _backward(t, micro_batches)
     t.optimizer.step()  # <-
-
-
-def no_update(t: Training, micro_batches: MicroBatches) -> None:
-    """The scaler never gets to know that a step has ended."""
-    t.optimizer.zero_grad()
-    _backward(t, micro_batches)
-    t.scaler.unscale_(t.optimizer)
-    _clip(t)
-    t.scaler.step(t.optimizer)  # <- no update() after it
-
-
-def update_every_micro_batch(t: Training, micro_batches: MicroBatches) -> None:
-    """update() before any check for overflow."""
-    t.optimizer.zero_grad()
-    for x, y in micro_batches:
-        t.scaler.scale(_mean_loss(t, x, y, micro_batches)).backward()
-        t.scaler.update()  # <- once per optimizer step is right
-    _finish(t)
-
-
-def unscale_every_micro_batch(t: Training, micro_batches: MicroBatches) -> None:
-    """unscale_ on a part of the gradient."""
-    t.optimizer.zero_grad()
-    for x, y in micro_batches:
-        t.scaler.scale(_mean_loss(t, x, y, micro_batches)).backward()
-        t.scaler.unscale_(t.optimizer)  # <- once, after the last one
-    _clip(t)
-    t.scaler.step(t.optimizer)
-    t.scaler.update()
 
 
 def unscale_and_update_every_micro_batch(t: Training, micro_batches: MicroBatches) -> None:
@@ -183,49 +136,10 @@ def loss_not_divided(t: Training, micro_batches: MicroBatches) -> None:
     _finish(t)
 
 
-def loss_not_scaled(t: Training, micro_batches: MicroBatches) -> None:
-    """A scaler that has never scaled has no scale to divide by."""
-    t.optimizer.zero_grad()
-    for x, y in micro_batches:
-        _mean_loss(t, x, y, micro_batches).backward()  # <- no scaler.scale(...)
-    _finish(t)
-
-
-def forward_outside(t: Training, micro_batches: MicroBatches) -> None:
-    """Only the loss is under autocast: all products are in FP32."""
-    t.optimizer.zero_grad()
-    for x, y in micro_batches:
-        output = t.module(x)  # <- outside
-        with amp.precision(t.name, x.device):
-            value = t.loss(output, y) * (len(x) / sum(len(x) for x, _ in micro_batches))
-        t.scaler.scale(value).backward()
-    _finish(t)
-
-
 def no_autocast(t: Training, micro_batches: MicroBatches) -> None:
     """A scaler alone: scaling by a power of two and back changes nothing in FP32."""
     t.name = "fp32"  # <- no autocast
     right(t, micro_batches)
-
-
-def bf16_with_scaler(t: Training, micro_batches: MicroBatches) -> None:
-    """Harmless, and needless."""
-    t.name = "bf16"  # <- with an enabled scaler
-    right(t, micro_batches)
-
-
-def fp16_parameters(t: Training, micro_batches: MicroBatches) -> None:
-    """The model in FP16 as a whole, in place of autocast: its gradients are FP16 too."""
-    t.module.half()  # <-
-    amp.train_step(
-        t.module,
-        lambda output, y: t.loss(output.float(), y),
-        [(x.half() if x.is_floating_point() else x, y) for x, y in micro_batches],
-        t.optimizer,
-        "fp32",
-        t.scaler,
-        t.max_norm,
-    )
 
 
 def scheduler_always(t: Training, micro_batches: MicroBatches) -> None:

@@ -63,11 +63,7 @@ ORDERS: dict[str, Order] = {
     "no zero_grad, bf16": Order(
         orders.no_zero_grad, precision="bf16", means="zero_grad is missing, in BF16 without a scaler"
     ),
-    "zero_grad after backward": Order(
-        orders.zero_grad_too_late, means="zero_grad stands between backward and the step"
-    ),
     "clip before unscale_": Order(orders.clip_before_unscale, means="the gradient is clipped while it is still scaled"),
-    "backward inside autocast": Order(orders.backward_inside_autocast, means="backward stands inside autocast"),
     "optimizer.step": Order(orders.around_the_scaler, means="optimizer.step() in place of scaler.step(optimizer)"),
     "optimizer.step, overflow": Order(
         orders.around_the_scaler,
@@ -80,27 +76,15 @@ ORDERS: dict[str, Order] = {
     "optimizer.step, not unscaled or clipped": Order(
         orders.scaled_gradient_unclipped, means="optimizer.step() on the scaled gradient, not clipped"
     ),
-    "no update": Order(orders.no_update, means="update is missing"),
-    "update every micro-batch": Order(orders.update_every_micro_batch, means="update after every micro-batch"),
-    "unscale_ every micro-batch": Order(orders.unscale_every_micro_batch, means="unscale_ after every micro-batch"),
     "unscale_ and update every micro-batch": Order(
         orders.unscale_and_update_every_micro_batch, means="unscale_ and update after every micro-batch"
     ),
     "unscale_ twice": Order(orders.unscale_twice, means="unscale_ twice in one step"),
     "loss not divided": Order(orders.loss_not_divided, means="losses of micro-batches are added, not averaged"),
-    "loss not scaled": Order(orders.loss_not_scaled, means="backward on the loss itself, not on scaler.scale(loss)"),
-    "forward outside autocast": Order(
-        orders.forward_outside, means="only the loss is inside autocast: products run in FP32"
-    ),
     "scaler, no autocast": Order(orders.no_autocast, means="a scaler, but no autocast: all in FP32"),
     "autocast, no scaler": Order(precision=amp.NO_SCALING, means="FP16 autocast, but no scaler"),
     "bf16": Order(precision="bf16", means="BF16, no scaler"),
-    "bf16 with scaler": Order(orders.bf16_with_scaler, means="BF16 with a scaler"),
-    "parameters in fp16": Order(orders.fp16_parameters, means="model.half() in place of autocast"),
     "right, overflow": Order(event=OVERFLOW, means="right, and one gradient overflows"),
-    "right, overflow, scheduled": Order(
-        event=OVERFLOW, scheduled=True, means="right, one gradient overflows, the schedule waits for the optimizer"
-    ),
     "scheduler always, overflow": Order(
         orders.scheduler_always,
         OVERFLOW,

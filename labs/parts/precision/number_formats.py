@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -89,40 +88,9 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def number_format(name: str) -> Format:
-    """The format `name`, a key of FORMATS. ValueError names those that there are."""
-    if name not in FORMATS:
-        raise ValueError(f"there is no format {name!r}: take one of {', '.join(FORMATS)}")
-    return FORMATS[name]
-
-
-def round_to(x: Tensor, name: str) -> Tensor:
-    """`x` rounded to the nearest number of the format, of two equally near ones to the even one; dtype as `x`.
-
-    What is too large becomes infinite; "fp8 e4m3", which has no infinities, saturates at its largest number (the
-    standard also allows NaN: OCP 8-bit floating point specification 1.0, section 5). `x`: float32 or float64.
-    """
-    f, wide = number_format(name), x.double()
-    exponent = torch.frexp(wide).exponent - 1  # frexp's mantissa is in [0.5, 1)
-    spacing = torch.ldexp(torch.ones_like(wide), exponent.clamp(min=f.lowest_exponent) - f.mantissa_bits)
-    rounded = torch.where(wide.isfinite(), torch.round(wide / spacing) * spacing, wide)  # torch.round: halves to even
-    beyond = torch.full_like(wide, math.inf if f.infinity else f.largest).copysign(wide)
-    return torch.where(rounded.abs() <= f.largest, rounded, torch.where(wide.isnan(), wide, beyond)).to(x.dtype)
-
-
-def relative_error(x: Tensor, name: str) -> Tensor:
-    """|round_to(x) - x| / |x|, elementwise in float64; 1 where x was lost to 0, 0 where it is 0.
-
-    At most spacing_at_1 / 2 between the smallest normal and the largest number.
-    """
-    wide = x.double()
-    error = (round_to(wide, name) - wide).abs() / wide.abs()
-    return torch.where(wide == 0, torch.zeros_like(wide), error)
-
-
 def spacings(name: str, first: int = -150, last: int = 130) -> list[tuple[int, float]]:
     """(exponent, spacing) of every power of two from 2^first to 2^last at which the format has numbers."""
-    f = number_format(name)
+    f = FORMATS[name]
     least = f.lowest_exponent - f.mantissa_bits
     return [(e, f.spacing(e)) for e in range(max(first, least), min(last, f.highest_exponent) + 1)]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -82,3 +83,15 @@ def work_for(seconds: float, chunk: Callable[[], None], counter: Counter) -> lis
         chunk()
         marks.append((time.perf_counter(), counter.busy_s()))
     return marks
+
+
+def busy_between(marks: Sequence[Mark], start: float, end: float) -> float:
+    """Busy share between two readings of the clock, linear between the marks. Both must lie within the marks."""
+    clocks = [clock for clock, _ in marks]
+
+    def total(at: float) -> float:
+        i = min(max(bisect.bisect_left(clocks, at), 1), len(marks) - 1)
+        (t0, b0), (t1, b1) = marks[i - 1], marks[i]
+        return b0 + (b1 - b0) * (at - t0) / (t1 - t0)
+
+    return (total(end) - total(start)) / (end - start)
