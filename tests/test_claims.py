@@ -26,7 +26,7 @@ def own_judges(monkeypatch):
     """What a test registers is gone after it; what a notebook's module registers, once, on import, is not."""
     for claim in claims():
         claims_module.judge_of(claim)
-    # E23 and B29 are the claims that these tests judge themselves
+    # E23 and D13 are the claims that these tests judge themselves
     others = {c: j for c, j in claims_module._judges.items() if c not in ("E23", "D13")}
     monkeypatch.setattr(claims_module, "_judges", others)
     forget_verdicts()
