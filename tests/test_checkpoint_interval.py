@@ -44,6 +44,12 @@ def test_all_three_agree_while_a_save_is_short(share):
     assert abs(ci.daly(share, 1.0) - exact) < abs(ci.young(share, 1.0) - exact)
 
 
+def test_where_failures_are_more_frequent_than_saves():
+    assert ci.daly(3.0, 1.0) == 1.0
+    assert ci.optimum(50.0, 1.0) == pytest.approx(1.0)
+    assert ci.lost_share(1.0, 1000.0, 1.0) == 1.0  # and no overflow
+
+
 def test_limits_of_the_lost_share():
     assert ci.lost_share(10.0, 1.0, 1e12) == pytest.approx(1 / 11)  # no failures: only saving
     assert ci.lost(10.0, 1e-12, 1e12).total == pytest.approx(0, abs=1e-9)
@@ -80,6 +86,12 @@ def test_simulated_failures_confirm_the_formula(interval_s, save_s, mtbf_s, rest
     assert error < 0.003
     assert shares == ci.simulate(interval_s, save_s, mtbf_s, restart_s), "the seed decides"
     assert shares != ci.simulate(interval_s, save_s, mtbf_s, restart_s, seed=1)
+
+
+def test_the_simulated_minimum_is_where_the_formula_says():
+    grid = ci.intervals(5.0, 1000.0, points=9, decades=0.8)
+    shares = [statistics.mean(ci.simulate(t, 5.0, 1000.0, 60.0)) for t in grid]
+    assert min(range(9), key=shares.__getitem__) == 4
 
 
 def test_the_records_of_a_curve():

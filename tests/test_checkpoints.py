@@ -20,6 +20,7 @@ from labs.kit.errors import BadInput
 from labs.parts import checkpoints
 from labs.parts.checkpoints import Damaged, ResumableLoader, corruption, drills, files, load, load_latest, save
 from labs.parts.checkpoints.resume import differences, same
+from labs.parts.checkpoints.training import states
 from labs.parts.checkpoints.writers import WAYS
 
 
@@ -212,6 +213,20 @@ def test_skipped_files_are_told_on_stderr(folder, capsys):
     (folder / "step-00000003.pt").write_bytes(b"")
     load_latest(folder)
     assert capsys.readouterr().err == f"skipped: {folder / 'step-00000003.pt'} is empty\n"
+
+
+@pytest.mark.drill
+def test_two_hundred_corruptions(tmp_path):
+    source = states(0)
+    for step in range(2):
+        save(tmp_path, step, next(source))
+    trials = list(corruption.trials(tmp_path, 200, seed=1))
+    assert len(trials) == 200 and {t.kind for t in trials} == set(corruption.KINDS)
+    assert [t for t in trials if t.verdicts["load"] != "noticed"] == []
+    assert {t.fallback for t in trials} == {0} and all(t.message != "nothing" for t in trials)
+    plain = [t.verdicts["torch.load"] for t in trials if t.kind == "flip"]
+    assert plain.count("silent") > len(plain) / 2, "torch.load checks no CRC"
+    assert load_latest(tmp_path)[0] == 1, "put back"
 
 
 @pytest.mark.parametrize("kind", corruption.KINDS)

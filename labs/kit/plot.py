@@ -162,9 +162,9 @@ def to_png(fig: Figure) -> bytes:
         raw = io.BytesIO()
         fig.savefig(raw, format="png")
     picture = Image.open(raw).convert("RGB")
-    for colors in (64, 32, 16):
+    for colors in (32, 16):
         small = io.BytesIO()
-        picture.quantize(colors, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        picture.quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         if small.tell() <= MAX_PNG_BYTES:
             break
     return small.getvalue()
