@@ -19,7 +19,6 @@ from test_machine_checks import BUILD, facts, one, trouble
 
 from labs import start
 from labs.kit import requirements
-from labs.parts.remedies import on_gpu
 
 ROOT = Path(__file__).parents[1]
 PIN = next(line[7:] for line in requirements.project()["project"]["dependencies"] if line.startswith("torch=="))
@@ -77,15 +76,6 @@ def test_the_preflight_accepts_another_torch_and_refuses_one_too_old():
     assert trouble(facts(two_t4[1], build(PIN), require_gpus=2)) == {}
     status, detail = one(facts(two_t4[2], build("2.0.1+cu118"), require_gpus=2))
     assert status == "fail" and "is older than" in detail
-
-
-def test_a_torch_of_before_takes_the_allocators_settings_by_their_older_name(monkeypatch):
-    """2.8 and 2.9 have no name for all accelerators yet."""
-    given = []
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
-    on_gpu._allocator_settings("expandable_segments:True")
-    assert given == ["expandable_segments:True"]
 
 
 # -- Colab, Kaggle, Codespaces, Binder

@@ -2,7 +2,7 @@
 
     python -m labs.classroom /shared/room                          # writes build/room/index.html
     python -m labs.classroom /shared/room --anonymous --watch 10   # letters for names, drawn again every 10 s
-    python -m labs.classroom /shared/room --reveal 03.1 03.2       # show_solution() works for these from now on
+    python -m labs.classroom /shared/room --reveal 03.1 03.3       # show_solution() works for these from now on
 
 Reads what learners keep with COURSE_ROOM=/shared/room; nothing is sent anywhere.
 """

@@ -2,7 +2,7 @@
 
     python -m labs.classroom.slides                          # committed outputs, into build/slides
     python -m labs.classroom.slides --source build           # the outputs of this machine's `make course`
-    python -m labs.classroom.slides 03_dataparallel_vs_ddp --solutions 03.1 03.2
+    python -m labs.classroom.slides 03_dataparallel_vs_ddp --solutions 03.1 03.3
 
 A question and the cell for its prediction stand on one slide, and what was measured on the next. Solutions are left
 out unless asked for ("all", or their ids). Exit code: 0 written, 2 bad input.

@@ -381,7 +381,7 @@ def _plain_mean(program: Program, backward: Event) -> bool:
     "schedule is never used, and torch warns only once.",
     cure="scheduler.step() after optimizer.step().",
     notebook="01",
-    section="5. Does the learning rate follow the batch?",
+    section="4. What does a larger batch buy?",
     source=DOCS + "optim.html#how-to-adjust-learning-rate",
     ill=(
         HEAD
