@@ -20,7 +20,7 @@ from labs.kit.notebook_report import pictures
 Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}
 
-SIZE_LIMIT_BYTES = 650_000  # repository pages show a notebook of up to about 1 MB
+SIZE_LIMIT_BYTES = 500_000  # repository pages show a notebook of up to about 1 MB
 # The standard library is for exercises; ranks and other processes are started by launch() alone.
 IMPORTS = {"labs", "torch", "numpy", "pandas", "matplotlib", "IPython"} | sys.stdlib_module_names
 IMPORTS -= {"subprocess", "multiprocessing", "concurrent", "threading"}
