@@ -55,7 +55,7 @@ def room(tmp_path, monkeypatch):
 
 def prepared(command, folder):
     """The words of a command, its environment first taken off, with names and folders that exist here."""
-    command = re.sub(r"(?<=--)(models?|dataset) my_package\.\w+:factory", r"\1 labs_for_tests.workloads:\1", command)
+    command = re.sub(r"(?<=--)((model|dataset)s?) my_package\.\w+:factory", r"\1 labs_for_tests.workloads:\2", command)
     command = command.replace("/srv/", f"{folder}/")
     words = shlex.split(command)
     variables = dict(w.split("=", 1) for w in words if re.match(r"[A-Z_]+=", w))
