@@ -49,27 +49,6 @@ def _(evidence: Records) -> Verdict:
     return Verdict("depends" if slow else "holds", f"a planted wait for data shows: {wait}{back} {method.counter(run)}")
 
 
-@verdict("D33")
-def _(evidence: Records) -> Verdict:
-    run = last(evidence, "utilisation", "polled_share")
-    readers = sorted(run.where("polled_share"), key=lambda r: -r.case["window_s"])
-    if len(readers) < 2:
-        raise LookupError("launch('utilisation') with readers of two speeds is needed")
-    said = [
-        f"every {r.case['window_s']:g} s: {100 * min(r.samples):.0f} to {100 * max(r.samples):.0f} %" for r in readers
-    ]
-    n = len(readers[0].samples)
-    slow, fast = (method.usual_range(r.samples, n) for r in (readers[0], readers[-1]))
-    because = (
-        f"the same bursts of work, read {', '.join(said)} busy; {n} of them are usually "
-        f"{100 * slow:.0f} and {100 * fast:.0f} points apart {method.counter(run)}"
-        f"{only_on(run, 'one rhythm of bursts')}"
-    )
-    if n < 2:
-        return cannot_tell(because)
-    return Verdict("depends" if fast > max(2 * slow, 0.1) else "holds", because)
-
-
 @verdict("C03")
 def _(evidence: Records) -> Verdict:
     try:

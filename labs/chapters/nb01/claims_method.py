@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from labs.kit.claims import GAIN, last, model_of, percent, ratio, runs
@@ -39,16 +38,6 @@ def counter(run: Records) -> str:
     """What was read, in brackets: a CPU has no utilization.gpu."""
     name = next((r.case["counter"] for r in run if "counter" in r.case), "a counter of busy time")
     return f"(read here: {name}{'' if name.startswith('NVML') else ', not the counter of a GPU'})"
-
-
-def usual_range(samples: Sequence[float], n: int) -> float:
-    """How far `n` of them that are drawn at random are apart: the median of many draws.
-
-    All of them are further apart where there are more, by chance alone. Each k-th would follow a rhythm of the work.
-    """
-    draw = random.Random(0)
-    drawn = [draw.sample(list(samples), min(n, len(samples))) for _ in range(DRAWS)]
-    return statistics.median(max(some) - min(some) for some in drawn)
 
 
 class Jobs(NamedTuple):
