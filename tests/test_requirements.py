@@ -14,7 +14,6 @@ import pytest
 import torch
 import yaml
 from fakes import FakeNvml, card
-from processes import SLOWER
 from test_machine_checks import BUILD, facts, one, trouble
 
 from labs import start
@@ -106,7 +105,7 @@ def test_the_cell_of_the_page_imports_labs_and_pip_may_not_touch_torch(tmp_path)
     script = f"{cell}\nimport labs; print(labs.__file__, os.getcwd())"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "ASKED": str(tmp_path / "asked")}
     command = [sys.executable, "-P", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250 * SLOWER)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     course = tmp_path / "course"
     assert done.stdout.split() == [str(course / "labs" / "__init__.py"), str(course / "notebooks")]

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from again import holds_soon
-from processes import SLOWER, is_backstage
+from processes import is_backstage
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from labs import tune_dataloader as lab
@@ -413,7 +413,7 @@ def no_process_left():
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_slow_source_gets_workers_and_they_are_worth_it():
     def tuned():
-        return tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10 * SLOWER)
+        return tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10)
 
     def workers_pay(tuning):  # that 4 beat 2, or that more than 4 would bring more, a search of seconds may not tell
         workers = tuning.settings["num_workers"]
@@ -431,7 +431,7 @@ def test_a_slow_source_gets_workers_and_they_are_worth_it():
 def test_a_slow_model_needs_no_workers():
     def tuned():
         step = lambda batch: time.sleep(0.02)  # noqa: E731
-        return tune_dataloader(Waiting(), step, batch_size=2, max_workers=4, budget_s=10 * SLOWER)
+        return tune_dataloader(Waiting(), step, batch_size=2, max_workers=4, budget_s=10)
 
     def is_fed(tuning):  # unsure, it may be; and that no batch is asked for after the budget is tested below
         limits = ("model", "neither by more than noise")
@@ -599,7 +599,7 @@ def factory():
 
 
 def test_a_dataset_of_ones_own_is_tuned_and_printed():
-    run = launch("tune_dataloader", nproc=1, dataset="test_tuning:factory", batch_size=4, budget_s=2.0 * SLOWER)
+    run = launch("tune_dataloader", nproc=1, dataset="test_tuning:factory", batch_size=4, budget_s=2.0)
     assert "[rank 0] num_workers=" in run.printed
     ways = {r.case["way"] for r in run}
     if "Not sure" in run.printed:  # workers that start slowly on a busy machine leave no time for both together
