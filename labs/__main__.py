@@ -17,6 +17,7 @@ from pathlib import Path
 
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import did_you_mean
+from labs.kit.lab import experiments
 
 LABS = Path(__file__).parent
 NOTEBOOKS = LABS.parent / "notebooks"
@@ -25,7 +26,7 @@ PROG = "python -m labs"
 
 @dataclass(frozen=True)
 class Row:
-    """A file of labs/ that can be run, and what it says of itself."""
+    """A file or folder of labs/ that can be run, and what it says of itself."""
 
     notebooks: str
     """Numbers of the notebooks that launch or name it, such as "01 03"; empty if none does."""
@@ -39,12 +40,12 @@ def rows(labs: Path = LABS, notebooks: Path = NOTEBOOKS) -> list[Row]:
     """What can be run, in the order of the notebooks; what no notebook names comes last."""
     cells = {path.name[:2]: _cells(path) for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb"))}
     found = []
-    for path in sorted(labs.glob("[!_]*.py")):
+    for name, path in experiments(labs).items():
         said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-        uses = re.compile(rf'launch\(\s*"{path.stem}"|\blabs\.{path.stem}\b')
+        uses = re.compile(rf'launch\(\s*"{name}"|\blabs\.{name}\b')
         seconds = re.search(r"About (\d+) s\b", said)
         numbers = " ".join(number for number, text in cells.items() if uses.search(text))
-        found.append(Row(numbers, path.stem, said.partition("\n")[0], seconds[1] if seconds else ""))
+        found.append(Row(numbers, name, said.partition("\n")[0], seconds[1] if seconds else ""))
     return sorted(found, key=lambda row: (row.notebooks or "~", row.name))
 
 
@@ -64,7 +65,7 @@ def table(found: list[Row]) -> Iterator[str]:
 def main() -> None:
     """The table, or the experiment that the first word names, with the words that follow."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    known = [path.stem for path in LABS.glob("[!_]*.py")]
+    known = list(experiments())
     if name in ("-h", "--help"):
         with closed_pipe_is_no_error():
             print("\n".join([*table(rows()), "", f"{PROG} NAME --help tells the options of one"]))

@@ -6,7 +6,7 @@
 About 5 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
 are what autograd keeps for backward. Autocast leaves the first three in FP32, keeps a part of the activations in
 16 bit, and adds 16-bit copies of the weights. Ways to know how much that is:
-  formula    by hand, for BERT: labs/parts/memory/bert_memory.py
+  formula    by hand, for BERT: labs/common/memory/bert_memory.py
   trace      autograd's own list, from a forward pass on tensors that have a shape but no memory
   measured   on a GPU, autograd's list in a real step and the peak of the allocator
 
@@ -23,15 +23,15 @@ from typing import Literal
 import torch
 from torch import nn
 
+from labs.common.memory.bert_memory import CATEGORIES, Memory, parameter_count, predict, states
+from labs.common.memory.saved_tensors import Line, of_step, stack, trace_line
+from labs.common.models import Workload
+from labs.common.models.large_models import BertShape, bert, resnet
+from labs.common.precision import amp
 from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Kind, Record, Records
-from labs.parts.memory.bert_memory import CATEGORIES, Memory, parameter_count, predict, states
-from labs.parts.memory.saved_tensors import Line, of_step, stack, trace_line
-from labs.parts.models import Workload
-from labs.parts.models.large_models import BertShape, bert, resnet
-from labs.parts.precision import amp
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),

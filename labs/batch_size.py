@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common import models
+from labs.common.memory.activation_bytes import activation_bytes
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.memory.activation_bytes import activation_bytes
 
 ARTICLES = (32, 256)  # batch sizes between which the articles tell to look
 MOST_STEPS = 16  # per turn

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labs.data import fashion_mnist
+from labs.common.data import fashion_mnist
 from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.measure import estimate

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from labs.common.checkpoints.files import Damaged, check, checkpoints, opened
 from labs.kit.cli import fail
-from labs.parts.checkpoints.files import Damaged, check, checkpoints, opened
 
 PROG = "python -m labs.checkpoints"
 
@@ -28,7 +28,7 @@ def verdict(path: Path) -> str:
 def main(args: list[str] | None = None) -> int:
     """One line per checkpoint, the oldest first; returns the exit code."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that labs.parts.checkpoints.save wrote to")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that labs.common.checkpoints.save wrote to")
     folder = parser.parse_args(args).folder
     if not folder.is_dir():
         fail(PROG, f"{folder} is not a folder")

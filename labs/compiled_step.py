@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labs.common import models
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.fork_server import guarded_folder
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
 
 DYNAMIC = {"auto": None, "static": False, "dynamic": True}
 """What torch.compile(dynamic=...) is given: by itself it compiles for one shape, then once more for any."""

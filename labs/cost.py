@@ -7,8 +7,8 @@
 Takes a second: nothing is trained. An offer is CARD:GPUS or CARD:GPUS:PRICE. No price is built in: PRICE is what you
 are asked for one GPU for one hour, in any money, as long as it is the same for all offers. Those above are made up.
 
-Time is that of labs/parts/planning/scaling.py, with start-up, checkpoints and failures; every number has that model's
-error on published runs as its band. Memory is that of labs/parts/planning/parallel_cost.py.
+Time is that of labs/common/planning/scaling.py, with start-up, checkpoints and failures; every number has that model's
+error on published runs as its band. Memory is that of labs/common/planning/parallel_cost.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 import pandas
 
+from labs.common.planning import blind_test, calibration, parallel_cost, scaling
+from labs.common.planning.blind_test import Band
+from labs.common.planning.parallel_cost import Job, Machine, Plan, shape
 from labs.kit import cli, hardware
 from labs.kit.errors import BadInput, naming, require
-from labs.parts.planning import blind_test, calibration, parallel_cost, scaling
-from labs.parts.planning.blind_test import Band
-from labs.parts.planning.parallel_cost import Job, Machine, Plan, shape
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, as their table 3 is usually rounded

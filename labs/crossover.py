@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common.models import gradient_bytes
+from labs.common.sharding.link import all_reduce_link
+from labs.common.timing import collectives
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.models import gradient_bytes
-from labs.parts.sharding.link import all_reduce_link
-from labs.parts.timing import collectives
 
 LAYERS = 3
 

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from labs.common import models
+from labs.common.data_parallel import scaling
+from labs.common.data_parallel.gradient_buckets import counting_all_reduce
+from labs.common.data_parallel.replicas import ThreadedDataParallel, nbytes
+from labs.common.data_parallel.training import train_step
+from labs.common.data_parallel.wire import sent_by
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.data_parallel import scaling
-from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
-from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
-from labs.parts.data_parallel.training import train_step
-from labs.parts.data_parallel.wire import sent_by
 
 Step = Callable[[], object]
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from labs.data.tiles import tiles
+from labs.common.data.tiles import tiles
+from labs.common.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
+from labs.common.loading.image_datasets import JpegFolder
+from labs.common.loading.rates import compared, counted, may_be_equal, quotient
+from labs.common.loading.tile_training import WIDTHS, Trainer, Watched
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
-from labs.parts.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
-from labs.parts.loading.image_datasets import JpegFolder
-from labs.parts.loading.rates import compared, counted, may_be_equal, quotient
-from labs.parts.loading.tile_training import WIDTHS, Trainer, Watched
 
 LEAST_TIMED, IN_TURN = 5, 2  # batches of each loader; loaders of each case that is compared in turn
 Part = Literal["prediction", "timeline", "sweep", "transfer"]

@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common.communication import delay, wire
+from labs.common.data_parallel.replicas import nbytes
+from labs.common.data_parallel.training import PERCEPTRON, build, require_model
+from labs.common.profiling.intervals import length
+from labs.common.timing.moments import now, seconds_between
 from labs.kit import cli, measure
 from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.communication import delay, wire
-from labs.parts.data_parallel.replicas import nbytes
-from labs.parts.data_parallel.training import PERCEPTRON, build, require_model
-from labs.parts.profiling.intervals import length
-from labs.parts.timing.moments import now, seconds_between
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common import models
+from labs.common.data_parallel.sync_batchnorm import synchronised
 from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.data_parallel.sync_batchnorm import synchronised
 
 
 @dataclass(frozen=True)

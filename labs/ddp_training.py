@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
-from labs.data import fashion_mnist
+from labs.common import models
+from labs.common.data import fashion_mnist
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
 
 Case = Literal[
     "single",

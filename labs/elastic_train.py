@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train --folder runs/x --epochs 2
 
-Saves every few steps and goes on from the last good checkpoint. The training is in labs/parts/elastic/train.py.
+Saves every few steps and goes on from the last good checkpoint. The training is in labs/common/elastic/train.py.
 """
 
 import os
 import sys
 
-from labs.parts.elastic.train import entry
+from labs.common.elastic.train import entry
 
 if __name__ == "__main__":
     entry()

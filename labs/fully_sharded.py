@@ -27,26 +27,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common import models
+from labs.common.activation_memory.allocator import watch
+from labs.common.communication.wire import in_turn
+from labs.common.data_parallel.replicas import nbytes
+from labs.common.models import Workload
+from labs.common.precision.rounding import METRIC, rounding_error
+from labs.common.sharding.fsdp import Gathered, predict, shard, shard_bytes
+from labs.common.sharding.link import require_messages
+from labs.common.sharding.traffic import traffic_of
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.activation_memory.allocator import watch
-from labs.parts.communication.wire import in_turn
-from labs.parts.data_parallel.replicas import nbytes
-from labs.parts.models import Workload
-from labs.parts.precision.rounding import METRIC, rounding_error
-from labs.parts.sharding.fsdp import Gathered, predict, shard, shard_bytes
-from labs.parts.sharding.link import require_messages
-from labs.parts.sharding.traffic import traffic_of
 
 WAYS = ("ddp", "fsdp", "fsdp, kept", "fsdp, bf16", "fsdp, offload")
 LOWERED = "fsdp, bf16"
 TIMED = WAYS[:3]  # on a CPU the time of BF16 is that of its units, and offload moves nothing
 OPTIMIZERS = {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=1e-3)}
 STATES = {"momentum": 1, "adam": 2}  # numbers per parameter
-SMOKE = {"models": ("labs.parts.sharding.blocks:uneven_mlp",), "steps": 1}  # with --smoke in a shell
+SMOKE = {"models": ("labs.common.sharding.blocks:uneven_mlp",), "steps": 1}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Config:
     """What to train."""
 
     models: tuple[str, ...] = (
-        "labs.parts.sharding.blocks:wide_mlp",
+        "labs.common.sharding.blocks:wide_mlp",
         "char_gpt",
-        "labs.parts.sharding.blocks:uneven_mlp",
+        "labs.common.sharding.blocks:uneven_mlp",
     )
     """Keys of labs.models.MODELS, or package.module:factory.
 

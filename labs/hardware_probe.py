@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs.common import models
+from labs.common.timing import collectives, limits, probing
+from labs.common.timing.roofline import Work, matmul_work, training_step_work
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.timing import collectives, limits, probing
-from labs.parts.timing.roofline import Work, matmul_work, training_step_work
 
-GPT_BLOCK = "labs.parts.models.text_models:gpt_block"
+GPT_BLOCK = "labs.common.models.text_models:gpt_block"
 SMOKE = {"dtypes": ("fp32",), "models": ("mlp",), "budget_s": 0.1}  # with --smoke in a shell
 
 
@@ -333,6 +333,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         cli.main()  # one rank under torchrun: the speed limits alone
     else:
-        from labs.parts.timing.probe_report import main
+        from labs.common.timing.probe_report import main
 
         main("hardware_probe", __doc__, Config, answer)

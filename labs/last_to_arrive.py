@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from labs.common.planning import slowest
+from labs.common.profiling import late_training
+from labs.common.profiling.late_training import PHASES, Training
+from labs.common.timing.moments import now, seconds_between
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.planning import slowest
-from labs.parts.profiling import late_training
-from labs.parts.profiling.late_training import PHASES, Training
-from labs.parts.timing.moments import now, seconds_between
 
 CASES = ("nobody", "one rank", "any rank")
 COST_PART = 0.2  # of the seconds: for what the note costs

@@ -7,16 +7,16 @@ The contract for a model of your own: the factory takes no arguments and returns
 
     from labs.models import Workload
 
-They are written out in labs/parts/models/.
+They are written out in labs/common/models/.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from labs.common.models import MODELS, Workload, build, char_gpt, cnn, cnn_batchnorm, fashion_cnn, gradient_bytes, mlp
 from labs.kit.cli import fail
 from labs.kit.errors import BadInput
-from labs.parts.models import MODELS, Workload, build, char_gpt, cnn, cnn_batchnorm, fashion_cnn, gradient_bytes, mlp
 
 __all__ = [
     "MODELS",

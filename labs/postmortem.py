@@ -3,7 +3,7 @@
     python -m labs.postmortem hang/                 # a folder with rank0.recorder.json, rank0.stacks.txt, ...
     python -m labs.postmortem /tmp/nccl_dumps       # NCCL's own dumps, <prefix><rank>, copied here from all machines
 
-The diagnosis comes first, then what each rank did last. A folder comes from labs.parts.faults.evidence, from
+The diagnosis comes first, then what each rank did last. A folder comes from labs.watch.evidence, from
 labs/recipes/train_ddp_debug.py, or from NCCL, with TORCH_NCCL_DUMP_ON_TIMEOUT=1
 TORCH_FR_DUMP_TEMP_FILE=/path/prefix_ in a folder that is there. Older torch has TORCH_NCCL_DEBUG_INFO_TEMP_FILE for it
 and needs TORCH_NCCL_TRACE_BUFFER_SIZE=2000, now the default; torch 2.13 knows both of these names, too.
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from labs.kit.cli import closed_pipe_is_no_error, fail
-from labs.parts.faults.diagnosis import Diagnosis, Job, diagnose
-from labs.parts.faults.evidence import RankEvidence, read
+from labs.watch.diagnosis import Diagnosis, Job, diagnose
+from labs.watch.evidence import RankEvidence, read
 
 PROG = "python -m labs.postmortem"
 MOST_ROWS = 64

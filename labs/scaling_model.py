@@ -4,8 +4,8 @@
     python -m labs.scaling_model --step-s 1.9 --step-gpus 8      # calibrated on a step that you have timed
     python -m labs.scaling_model --blind                         # every published row, predicted, and its error
 
-About 2 s on 2 CPU cores: nothing is trained. The model is `step` of labs/parts/planning/scaling.py: computing, two
-levels of links with overlap, stragglers, input, failures. labs/parts/planning/blind_test.py holds it against published
+About 2 s on 2 CPU cores: nothing is trained. The model is `step` of labs/common/planning/scaling.py: computing, two
+levels of links with overlap, stragglers, input, failures. labs/common/planning/blind_test.py holds it against published
 runs: one row of each series calibrates, the others are predicted. Their errors are the band that is told with every
 answer.
 """
@@ -20,14 +20,14 @@ from typing import Literal
 import numpy as np
 import pandas
 
+from labs.common.planning import blind_test, scaling
+from labs.common.planning.blind_test import Band
+from labs.common.planning.parallel_cost import Job, Plan, shape
+from labs.common.planning.scaling import INFINITE, Cluster, Link, Step, Work
 from labs.kit import cli, hardware
 from labs.kit.errors import naming, require
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
-from labs.parts.planning import blind_test, scaling
-from labs.parts.planning.blind_test import Band
-from labs.parts.planning.parallel_cost import Job, Plan, shape
-from labs.parts.planning.scaling import INFINITE, Cluster, Link, Step, Work
 
 DAY_S = 86_400.0
 

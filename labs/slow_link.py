@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common import models
+from labs.common.communication import delay, wire
+from labs.common.communication.wire import NO_PACE
+from labs.common.data_parallel.replicas import nbytes
+from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.common.data_parallel.training import train_step
+from labs.common.sharding.link import timed
 from labs.kit import cli, measure
 from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.communication import delay, wire
-from labs.parts.communication.wire import NO_PACE
-from labs.parts.data_parallel.replicas import nbytes
-from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.data_parallel.training import train_step
-from labs.parts.sharding.link import timed
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from labs.common.planning import slowest
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.planning import slowest
 
 Kind = Literal["exponential", "rare"]
 KINDS: tuple[Kind, ...] = Kind.__args__

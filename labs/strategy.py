@@ -3,9 +3,9 @@
     python -m labs.strategy --params 7e9 --batch 32 --gpus 8 --memory-gb 80 --link-gb-s 25
     python -m labs.strategy --params 1.5e9 --batch 64 --gpus 4 --gpu "A100 80GB SXM" --seq 1024
 
-Takes a second: nothing is trained. Bytes are those of labs/parts/planning/parallel_cost.py, seconds those of the
-scaling model, labs/parts/planning/scaling.py. Notebook 06 counts what DDP and FSDP2 send, notebook 08 holds the seconds
-against published runs. Where nothing fits, it names what does: 8-bit Adam, BF16 states, CPU offload, LoRA.
+Takes a second: nothing is trained. Bytes are those of labs/common/planning/parallel_cost.py, seconds those of the
+scaling model, labs/common/planning/scaling.py. Notebook 06 counts what DDP and FSDP2 send, notebook 08 compares the
+seconds with published runs. Where nothing fits, it names what does: 8-bit Adam, BF16 states, CPU offload, LoRA.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 
 import pandas
 
-from labs.kit import cli, hardware
-from labs.kit.errors import naming, require
-from labs.parts.planning.blind_test import Band, band, band_across
-from labs.parts.planning.calibration import reached
-from labs.parts.planning.parallel_cost import (
+from labs.common.planning.blind_test import Band, band, band_across
+from labs.common.planning.calibration import reached
+from labs.common.planning.parallel_cost import (
     GRADIENT_BYTES,
     NEAR,
     STATE_BYTES,
@@ -35,8 +33,10 @@ from labs.parts.planning.parallel_cost import (
     shape,
     undivided,
 )
-from labs.parts.planning.scaling import HOP_S, Cluster, Link, Work, timed, without_peer_to_peer
-from labs.parts.planning.scaling import REACHED as OF_DATASHEET
+from labs.common.planning.scaling import HOP_S, Cluster, Link, Work, timed, without_peer_to_peer
+from labs.common.planning.scaling import REACHED as OF_DATASHEET
+from labs.kit import cli, hardware
+from labs.kit.errors import naming, require
 
 ASSUMED = {"memory_gb": 24.0, "link_gb_s": 25.0, "tflops": 100.0}  # a card of this size on PCIe 4.0 x16
 REACHED = 0.5  # of a datasheet's peak, for a card of which no published run is known here: printed as an assumption

@@ -5,10 +5,11 @@
     torchrun --nproc-per-node 2 -m labs.timing --batch-size 256
 
 About 10 s on 2 CPU cores. First the article's benchmark loop, fault by fault, each time in a new process
-(labs.parts.timing.benchmark_loop), and what a clock sees that does not wait for the device. A CPU has no queue of work:
-there both run on an emulated one, and their records are of the kind "modelled". Then the step itself: warmed up until
-steady, every sample kept; with several ranks it is a step of DDP, with and without the synchronisation of gradients in
-turn, the slowest rank counting. Then the FLOPs of a step, and the best rate that any kernel reaches on the same device.
+(labs.common.timing.benchmark_loop), and what a clock sees that does not wait for the device. A CPU has no queue of
+work: there both run on an emulated one, and their records are of the kind "modelled". Then the step itself: warmed up
+until steady, every sample kept; with several ranks it is a step of DDP, with and without the synchronisation of
+gradients in turn, the slowest rank counting. Then the FLOPs of a step, and the best rate that any kernel
+reaches on the same device.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.common import models
+from labs.common.timing import benchmark_loop, probing, roofline
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.measure import Estimate, estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.timing import benchmark_loop, probing, roofline
 
 Step = Callable[[], None]
 OWN_LOOP_REPEATS = 6

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from labs.common.timing import probing, roofline
+from labs.common.timing.busy import Counter, counter_of, work_for
+from labs.common.timing.roofline import Work
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.timing import probing, roofline
-from labs.parts.timing.busy import Counter, counter_of, work_for
-from labs.parts.timing.roofline import Work
 
 CHUNK_S = 2e-3
 """Work between two looks at the clock."""

@@ -2,7 +2,7 @@
 
 import random
 
-from labs.parts.doctor.facts import AS_IS, KINDS, Facts, Loader
+from labs.doctor.facts import AS_IS, KINDS, Facts, Loader
 
 STEP_S = 0.050
 WELL = {"data": 0.02, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "rest": 0.04, "prepare": 0.02}

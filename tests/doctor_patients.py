@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import torch
 
-from labs.parts.doctor import hooks as hooks_module
-from labs.parts.doctor.facts import Facts
-from labs.parts.doctor.hooks import Hooks, describe
-from labs.parts.doctor.turns import plan
+from labs.doctor import hooks as hooks_module
+from labs.doctor.facts import Facts
+from labs.doctor.hooks import Hooks, describe
+from labs.doctor.turns import plan
 
 HERE = str(Path(__file__).parent)
 

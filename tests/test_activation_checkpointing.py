@@ -10,12 +10,8 @@ from speeds import first
 from torch import nn
 
 from labs import activation_checkpointing
-from labs.kit.errors import BadInput
-from labs.kit.launch import launch
-from labs.kit.record import Record, Records
-from labs.parts.activation_memory import deep_models, report, sequences, variants
-from labs.parts.activation_memory.allocator import Storages, slices, watch
-from labs.parts.activation_memory.segments import (
+from labs.activation_checkpointing import deep_models, report, sequences, variants
+from labs.activation_checkpointing.splitting import (
     Chain,
     after_forward,
     at_peak,
@@ -24,11 +20,15 @@ from labs.parts.activation_memory.segments import (
     time_ratio,
     trace_chain,
 )
-from labs.parts.activation_memory.step import possible, steps_of
-from labs.parts.memory import recomputation
-from labs.parts.memory.bert_memory import layer_bytes
-from labs.parts.models import Workload
-from labs.parts.models.large_models import BertShape, bert, tiny_resnet
+from labs.activation_checkpointing.step import possible, steps_of
+from labs.common.activation_memory.allocator import Storages, slices, watch
+from labs.common.memory import recomputation
+from labs.common.memory.bert_memory import layer_bytes
+from labs.common.models import Workload
+from labs.common.models.large_models import BertShape, bert, tiny_resnet
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
 
 CPU = torch.device("cpu")
 SHAPE = BertShape(layers=4, hidden=64, heads=4, vocabulary=128, places=64)
@@ -282,7 +282,7 @@ def test_two_ranks_and_a_model_of_your_own():
         oversubscribe=True,
         smoke=True,
         parts=("pareto",),
-        model="labs.parts.models.large_models:tiny_resnet",
+        model="labs.common.models.large_models:tiny_resnet",
         policies=("stage", "selective"),
         batch=4,
     )

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from labs.parts import models
-from labs.parts.precision import amp, master_weights
+from labs.chapters.nb04 import master_weights
+from labs.common import models
+from labs.common.precision import amp
 
 CPU = torch.device("cpu")
 STEPS = 20

@@ -10,14 +10,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from labs import amp_memory
+from labs.common import models
+from labs.common.memory import bert_memory, saved_tensors
+from labs.common.models import Workload, large_models
+from labs.common.models.large_models import TINY_BERT, BertShape
+from labs.common.models.text_models import char_gpt
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.memory import bert_memory, saved_tensors
-from labs.parts.models import Workload, large_models
-from labs.parts.models.large_models import TINY_BERT, BertShape
-from labs.parts.models.text_models import char_gpt
 
 SMALL = {
     "tiny_bert": large_models.tiny_bert,

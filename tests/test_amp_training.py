@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from labs import amp_training as lab
-from labs.data.fashion import vectors
+from labs.amp_training import gradient_sizes as sizes
+from labs.common.data.fashion import vectors
+from labs.common.models import Workload
+from labs.common.precision.amp import NO_SCALING
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import differs
 from labs.kit.record import Record, Records
-from labs.parts.models import Workload
-from labs.parts.precision import gradient_sizes as sizes
-from labs.parts.precision.amp import NO_SCALING
 
 CPU = torch.device("cpu")
 CONFIG = lab.Config(samples=1024, batch=128, epochs=2, seeds=2)

@@ -7,8 +7,8 @@ from test_claims_nb06 import around, make
 
 from labs import tensor_parallel
 from labs.chapters.nb06 import figures_split
+from labs.common.precision.rounding import METRIC
 from labs.kit.record import Record, Records
-from labs.parts.precision.rounding import METRIC
 
 
 def perceptrons(ratios: dict[int, float], width=256) -> Records:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from labs import autocast_ops as lab
+from labs.autocast_ops import autocast_rules
+from labs.common import models
+from labs.common.memory import saved_tensors
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.memory import saved_tensors
-from labs.parts.precision import autocast_rules
 
 
 @pytest.fixture(scope="module")

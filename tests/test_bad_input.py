@@ -6,9 +6,9 @@ import pytest
 from processes import HERE, PYTHON, new_environment
 
 from labs import bucket_overlap, cost, ddp_overlap, gradient_compression, scaling_model, slow_link, strategy, two_levels
+from labs.common import models
 from labs.kit.errors import BadInput, naming
 from labs.kit.lab import require_findable
-from labs.parts import models
 
 
 @pytest.fixture

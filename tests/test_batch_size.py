@@ -5,11 +5,11 @@ import math
 import pytest
 
 from labs import batch_size as lab
+from labs.common import models
+from labs.common.memory.activation_bytes import activation_bytes
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.memory.activation_bytes import activation_bytes
 
 
 def step(mode, batch, samples):

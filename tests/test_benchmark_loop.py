@@ -16,11 +16,11 @@ import torch
 from processes import assert_no_survivors, new_environment, wait_for
 from torch import nn
 
+from labs.common import models
+from labs.common.timing import benchmark_loop, streams
+from labs.common.timing.benchmark_loop import LOOPS, RUNGS, WAITS, read_early, repaired, seen_shares, training
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank
-from labs.parts import models
-from labs.parts.timing import benchmark_loop, streams
-from labs.parts.timing.benchmark_loop import LOOPS, RUNGS, WAITS, read_early, repaired, seen_shares, training
 
 CPU = torch.device("cpu")
 DATA_S, FIRST_S, STEADY_S, HICCUP_S = 1.0, 500.0, 10.0, 100.0
@@ -194,7 +194,7 @@ def answers_on_ranks(repeats):
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = Rank(number, size, number, size, CPU, "gloo", ())
     return benchmark_loop.answers(
-        "labs.parts.timing.benchmark_loop:article", 4, 2, repeats, rank
+        "labs.common.timing.benchmark_loop:article", 4, 2, repeats, rank
     ), multiprocessing.active_children()
 
 
@@ -241,7 +241,7 @@ def test_without_a_wait_the_loop_does_not_even_notice_that_it_failed():
 @pytest.mark.drill
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
 def test_nothing_is_left_when_the_rank_is_killed():
-    code = "import torch; from labs.parts.timing import benchmark_loop as b; "
+    code = "import torch; from labs.common.timing import benchmark_loop as b; "
     code += f"b.one_answer('{__name__}:endless', 2, 2, 'synchronise', torch.device('cpu'))"
     environment = new_environment()
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)

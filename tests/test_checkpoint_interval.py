@@ -6,8 +6,8 @@ import statistics
 import pytest
 from scipy.optimize import minimize_scalar
 
+from labs.common.checkpoints import checkpoint_interval as ci
 from labs.kit.errors import BadInput
-from labs.parts.checkpoints import checkpoint_interval as ci
 
 MINUTE = 60.0
 

@@ -16,12 +16,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 from labs.checkpoints import main
+from labs.common import checkpoints
+from labs.common.checkpoints import Damaged, ResumableLoader, files, load, load_latest, save
+from labs.common.checkpoints.resume import differences, same
+from labs.common.checkpoints.training import states
 from labs.kit.errors import BadInput
-from labs.parts import checkpoints
-from labs.parts.checkpoints import Damaged, ResumableLoader, corruption, drills, files, load, load_latest, save
-from labs.parts.checkpoints.resume import differences, same
-from labs.parts.checkpoints.training import states
-from labs.parts.checkpoints.writers import WAYS
+from labs.training_checkpoint import corruption, drills
+from labs.training_checkpoint.writers import WAYS
 
 
 def state_of(step):

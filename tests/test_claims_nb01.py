@@ -14,7 +14,7 @@ CPU, GPU = "cpu", "cuda"
 NOISE = (0.995, 1.0, 1.004, 0.998, 1.003, 1.0, 0.997, 1.002)
 FAR = (0.5, 2.0, 0.6, 1.7, 0.55, 1.9, 0.65, 1.5)
 UNCLEAR = 0.1  # of the best rate: a tenth, for which samples lie on both sides
-ARTICLE = "labs.parts.timing.benchmark_loop:article"
+ARTICLE = "labs.common.timing.benchmark_loop:article"
 RUNGS = ("as printed", "data outside", "synchronise", "warm up", "median of steps")
 
 

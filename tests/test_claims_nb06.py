@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from labs.chapters.nb06 import claims_parallel as parallel
+from labs.common.sources import published
 from labs.kit.claims import claims, table
 from labs.kit.record import Record, Records
-from labs.parts.sources import published
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
 WIDE = (0.7, 1.3, 0.75, 1.25, 0.8, 1.2, 0.72, 1.28)

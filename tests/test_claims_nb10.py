@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from labs.chapters.nb10 import claims as judged
+from labs.chapters.nb10 import installed
+from labs.chapters.nb10.installed import CONTROLS, LAB, MESSAGES, OF_GPU
 from labs.kit.claims import claims, judge
 from labs.kit.record import Record, Records
-from labs.parts.faults import installed
-from labs.parts.faults.installed import CONTROLS, LAB, MESSAGES, OF_GPU
 
 BY_ID = {c.id: c for c in claims("10")}
 

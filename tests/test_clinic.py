@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labs import clinic
+from labs.clinic import illnesses
+from labs.clinic.illnesses import BY_NAME, ILLNESSES, WELL
+from labs.clinic.measurements import MEASUREMENTS
 from labs.kit.errors import BadInput
 from labs.kit.lab import make_config
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.measure import Estimate
-from labs.parts.clinic import illnesses
-from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL
-from labs.parts.clinic.measurements import MEASUREMENTS
 
 ALL = ILLNESSES + WELL
 SEED_OF = {illnesses.draw(seed).name: seed for seed in range(len(ALL))}
@@ -148,9 +148,9 @@ def state_before_and_after(name: str) -> tuple:
     import torch
     import torch.distributed as dist
 
+    from labs.clinic import illnesses
+    from labs.clinic.patients import Patient, process_state
     from labs.kit.rank import Rank
-    from labs.parts.clinic import illnesses
-    from labs.parts.clinic.patients import Patient, process_state
 
     rank = Rank(dist.get_rank(), 2, 0, 2, torch.device("cpu"), "gloo", ())
     before = process_state()

@@ -10,10 +10,10 @@ import pytest
 
 from labs import clinic
 from labs.chapters.nb09 import figures_clinic, guide
+from labs.clinic import illnesses
+from labs.clinic.measurements import MEASUREMENTS
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.parts.clinic import illnesses
-from labs.parts.clinic.measurements import MEASUREMENTS
 
 PATH = Path(__file__).parents[1] / "notebooks" / "09_profiling.ipynb"
 

@@ -15,11 +15,11 @@ from processes import HERE, MARK, PYTHON, assert_no_survivors, wait_for
 from test_elastic_restart import trained
 
 from labs import data_parallel, elastic_restart
+from labs.common.checkpoints import load_latest
+from labs.common.elastic import journal
+from labs.common.elastic.journal import History
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import load
-from labs.parts.checkpoints import load_latest
-from labs.parts.elastic import journal
-from labs.parts.elastic.journal import History
 
 CLUSTER = HERE.parent / "labs" / "recipes"
 BATCH, JOB = CLUSTER / "ddp.sbatch", CLUSTER / "ddp.yaml"

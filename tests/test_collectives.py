@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from labs.common.timing.collectives import algbw_b_s, bus_factor, busbw_b_s, fit
 from labs.kit.errors import BadInput
-from labs.parts.timing.collectives import algbw_b_s, bus_factor, busbw_b_s, fit
 
 
 @pytest.mark.parametrize(

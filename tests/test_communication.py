@@ -18,14 +18,16 @@ from speeds import first
 from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
+from labs.all_reduce_anatomy import ring
 from labs.chapters.nb07 import figures
+from labs.common.communication import delay, wire
+from labs.common.timing.collectives import bus_factor
+from labs.gradient_compression import compression
 from labs.kit import plot
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.communication import compression, delay, ring, wire
-from labs.parts.timing.collectives import bus_factor
 
 STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
 

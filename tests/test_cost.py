@@ -11,11 +11,11 @@ import pytest
 
 from labs import cost
 from labs.chapters.nb08 import figures_cost as figures
+from labs.common.planning import blind_test, scaling
+from labs.common.planning.calibration import GPT3
 from labs.kit import hardware
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
-from labs.parts.planning import blind_test, scaling
-from labs.parts.planning.calibration import GPT3
 
 QUIET = {"startup_min": 0.0, "gpu_mtbf_days": 0.0, "save_s": 0.0}
 BAND = blind_test.band_across()

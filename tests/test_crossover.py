@@ -3,8 +3,8 @@
 import pytest
 
 from labs import crossover
+from labs.common.timing.collectives import LatencyBandwidth
 from labs.kit.launch import launch
-from labs.parts.timing.collectives import LatencyBandwidth
 
 
 def test_predict_by_hand():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from labs import data
+from labs.common import data
 
 
 def test_fashion_mnist_has_the_documented_shapes_and_equal_classes():
@@ -60,12 +60,12 @@ LOADERS = {
 def test_a_damaged_file_is_named_with_the_remedy(copy, name):
     with open(copy / name, "ab") as file:
         file.write(b"\r\n")
-    with pytest.raises(data.DataError, match=rf"{name} is damaged.*git checkout -- labs/data/{name}"):
+    with pytest.raises(data.DataError, match=rf"{name} is damaged.*git checkout -- labs/common/data/{name}"):
         LOADERS[name](copy)
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_missing_file_is_named_with_the_remedy(copy, name):
     (copy / name).unlink()
-    with pytest.raises(data.DataError, match=rf"{name} is missing.*git checkout -- labs/data/{name}"):
+    with pytest.raises(data.DataError, match=rf"{name} is missing.*git checkout -- labs/common/data/{name}"):
         LOADERS[name](copy)

@@ -8,11 +8,11 @@ import pytest
 
 from labs import data_parallel
 from labs.chapters.nb03 import figures
+from labs.common import models
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.parts import models
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])

@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from labs import dataloader as lab
+from labs.common.loading.tile_training import WIDTHS, TileNet, Trainer, Watched
+from labs.common.models import gradient_bytes
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.loading.tile_training import WIDTHS, TileNet, Trainer, Watched
-from labs.parts.models import gradient_bytes
 
 CPU = torch.device("cpu")
 

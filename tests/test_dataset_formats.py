@@ -10,14 +10,14 @@ import torch
 from again import holds_soon
 
 from labs import dataset_formats
-from labs.data import photos
-from labs.data.tiles import tiles
+from labs.common.data import photos
+from labs.common.data.tiles import tiles
+from labs.common.loading.image_datasets import RamCache
 from labs.dataset_formats import AHEAD, COPY, Config, orders, predict
+from labs.dataset_formats.image_formats import JPEG, MAP, RAM, TAR, formats_of, listed
+from labs.dataset_formats.page_cache import can_evict, evict, flush, is_cached, private_bytes
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts.loading.image_datasets import RamCache
-from labs.parts.loading.image_formats import JPEG, MAP, RAM, TAR, formats_of, listed
-from labs.parts.loading.page_cache import can_evict, evict, flush, is_cached, private_bytes
 
 ON_DISK = {JPEG, TAR, MAP}
 
@@ -47,7 +47,7 @@ def test_formats_are_written_once_and_again_when_damaged(kept, monkeypatch):
     [file] = formats.paths[MAP]
     before = file.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("labs.parts.loading.image_formats.write_memory_map", lambda *_: pytest.fail("written again"))
+        patch.setattr("labs.dataset_formats.image_formats.write_memory_map", lambda *_: pytest.fail("written again"))
         formats_of(kept, decoded, 16)
     file.write_bytes(before[:-1] + b"\1")
     formats_of(kept, decoded, 16)

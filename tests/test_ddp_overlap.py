@@ -6,11 +6,11 @@ import pytest
 
 from labs import data_parallel, ddp_overlap
 from labs.chapters.nb03 import figures, figures_overlap, figures_scaling
+from labs.common.data_parallel import step_timeline
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel import step_timeline
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
 WIDE = (0.5, 2.0, 0.6, 1.7, 0.55, 1.9, 0.65, 1.5)

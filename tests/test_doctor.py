@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
-from labs import doctor
+from labs.doctor import __main__ as doctor
+from labs.doctor import facts as doctor_facts
+from labs.doctor import report, supervisor
+from labs.doctor.counterfactuals import MODES
+from labs.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST, Patience
 from labs.kit.errors import BadInput
 from labs.kit.monitor import core_times
-from labs.parts.doctor import facts as doctor_facts
-from labs.parts.doctor import report, supervisor
-from labs.parts.doctor.counterfactuals import MODES
-from labs.parts.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST, Patience
-from labs.parts.nodes.place import Place
+from labs.kit.place import Place
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
@@ -617,7 +617,7 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
 
 def test_the_command_waits_for_no_torch():
     """Of each rank there is one such process beside the script's."""
-    code = "import sys, labs.doctor; sys.exit('torch' in sys.modules)"
+    code = "import sys, labs.doctor.__main__; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=new_environment(), check=True)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from processes import assert_no_survivors, new_environment
 
-from labs.parts.doctor import rules
-from labs.parts.doctor.cases import BY_NAME, BY_READING, HEALTHY, SICK, gains
-from labs.parts.doctor.causes import CAUSES, SECTIONS
-from labs.parts.doctor.facts import AS_IS
-from labs.parts.doctor.in_turn import Script, ScriptFailed, environment, free_port, take_turns
+from labs.doctor import rules
+from labs.doctor.causes import CAUSES, SECTIONS
+from labs.doctor.facts import AS_IS
+from labs.doctor_trial.cases import BY_NAME, BY_READING, HEALTHY, SICK, gains
+from labs.doctor_trial.in_turn import Script, ScriptFailed, environment, free_port, take_turns
 
 
 @pytest.mark.parametrize("case", HEALTHY + SICK, ids=lambda case: case.name)
@@ -120,7 +120,7 @@ def test_scripts_take_steps_in_turn_and_are_gone_then(tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     code = f"""
 from pathlib import Path
-from labs.parts.doctor.in_turn import Script, take_turns
+from labs.doctor_trial.in_turn import Script, take_turns
 script = r"{tmp_path / "steps.py"}"
 taken = take_turns({{"slow": Script((script, "0.02", "100000")), "fast": Script((script, "0.0", "100000"))}}, 5, 3,
                    Path(r"{tmp_path}"))

@@ -3,9 +3,9 @@
 import pytest
 from doctor_facts import STEP_S, WELL, made
 
-from labs.parts.doctor import compare
-from labs.parts.doctor.diagnosis import diagnose
-from labs.parts.doctor.report import Report
+from labs.doctor import compare
+from labs.doctor.diagnosis import diagnose
+from labs.doctor.report import Report
 
 WAITS = "no waiting line"
 REASONS = ("no memory is left for copies of model and optimizer", "its step took 9 times as long", "the script fails")
@@ -58,7 +58,7 @@ def test_what_is_told_by_its_parts_is_cured_only_if_these_are_small(name):
 
 
 def compare_line(kind):
-    from labs.parts.doctor.facts import Line
+    from labs.doctor.facts import Line
 
     return Line(kind, "to", "/x/train.py", 3, "x.to(device)", 1.0, 5.0)
 

@@ -8,9 +8,9 @@ import pytest
 from doctor_patients import environment
 from test_doctor_ranks import SCRIPT, free_port, run
 
+from labs.doctor import bounds
+from labs.doctor.turns import LEAST_ROUNDS
 from labs.kit.measure import estimate
-from labs.parts.doctor import bounds
-from labs.parts.doctor.turns import LEAST_ROUNDS
 
 pytestmark = [pytest.mark.long, pytest.mark.quiet, pytest.mark.timeout(600)]
 LIMIT_S = 250

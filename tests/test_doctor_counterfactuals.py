@@ -14,11 +14,11 @@ import torch
 from doctor_patients import Done, classifier, data, environment, forever, hooked, look_at
 from torch import nn
 
+from labs.doctor import diagnosis, kept, loader_alone, ranks, turns
+from labs.doctor.counterfactuals import MODES, Counterfactual, twice
+from labs.doctor.facts import AS_IS, Facts, Line, load, not_reached
+from labs.doctor.patient import Settings
 from labs.kit.measure import fewest
-from labs.parts.doctor import diagnosis, kept, loader_alone, ranks, turns
-from labs.parts.doctor.counterfactuals import MODES, Counterfactual, twice
-from labs.parts.doctor.facts import AS_IS, Facts, Line, load, not_reached
-from labs.parts.doctor.patient import Settings
 
 loss_of = nn.functional.cross_entropy
 
@@ -429,7 +429,7 @@ def test_what_is_not_there_is_told_apart_from_what_cannot_be_tried(quick, monkey
 
 
 def test_threads_of_each_rank(monkeypatch):
-    from labs.parts.doctor import counterfactuals
+    from labs.doctor import counterfactuals
 
     monkeypatch.setattr(counterfactuals.host, "core_count", lambda: 8)
     monkeypatch.setattr(counterfactuals.psutil, "cpu_count", lambda logical: 4)
@@ -674,7 +674,7 @@ def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path, steps, n
     )
     modes = ("same batch again", "compiled")
     settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
-    command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+    command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
     subprocess.run(command, env=environment(), check=True, timeout=250)
     facts = load(settings.facts_path)
     assert facts.ended == "script ended" and not_reached(facts) == named
@@ -704,7 +704,7 @@ def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
     )
     modes = ("same batch again", "fused optimizer", "larger batch", "more workers")
     settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
-    command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+    command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
     facts = load(settings.facts_path)
     others = ("same batch again", "fused optimizer")

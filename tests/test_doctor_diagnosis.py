@@ -6,11 +6,11 @@ import random
 import pytest
 from doctor_facts import STARVED, STEP_S, WELL, made
 
+from labs.doctor import bounds, compare
+from labs.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING
+from labs.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, healthy, memory_growth, unknown
+from labs.doctor.facts import AS_IS, Line
 from labs.kit.measure import Estimate, estimate
-from labs.parts.doctor import bounds, compare
-from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING
-from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, healthy, memory_growth, unknown
-from labs.parts.doctor.facts import AS_IS, Line
 
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
 
@@ -464,7 +464,7 @@ def test_no_facts_no_steps_nothing():
 
 
 def _report(facts, **provenance):
-    from labs.parts.doctor import report
+    from labs.doctor import report
 
     return report.Report(facts, diagnose(facts), healthy(facts), unknown(facts), provenance)
 

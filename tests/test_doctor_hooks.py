@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
-from labs.parts.doctor import hooks as hooks_module
-from labs.parts.doctor.hooks import COLLECTIVES, COPIES, WAITS, Hooks
+from labs.doctor import hooks as hooks_module
+from labs.doctor.hooks import COLLECTIVES, COPIES, WAITS, Hooks
 
 loss_of = nn.functional.cross_entropy
 
@@ -646,7 +646,7 @@ def test_collectives_that_fsdp_calls_are_known():
 
 def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lines():
     """A script may lie beside labs/, and its folder may be the one in which pip installs with --user."""
-    root = Path(hooks_module.__file__).parents[3]
+    root = Path(hooks_module.__file__).parents[2]
     hooks = Hooks(str(root), lambda seconds: None)
     hooks.torch, hooks.recording = torch, True
     hooks._noted("print", abs)(1)

@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12 import advice, figures_visit, reading, visit
 from labs.chapters.nb12 import editable_counterfactual as editable
+from labs.doctor import rules
+from labs.doctor.counterfactuals import MODES
+from labs.doctor_trial.cases import BY_NAME
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.plot import to_png
-from labs.parts.doctor import rules
-from labs.parts.doctor.cases import BY_NAME
-from labs.parts.doctor.counterfactuals import MODES
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,14 +11,14 @@ from doctor_facts import STEP_S, WELL, made
 from doctor_patients import Clock, classifier, data, forever, hooked, look_at
 from test_doctor_hooks import loader_of
 
-from labs.parts.doctor import bounds, compare, report, state, turns
-from labs.parts.doctor.causes import HOLDS_BACK, OPTION, READING
-from labs.parts.doctor.counterfactuals import MODES, Counterfactual
-from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, diagnose, healthy, unknown
-from labs.parts.doctor.facts import AS_IS, Facts, Line
-from labs.parts.doctor.hooks import Hooks, describe
-from labs.parts.doctor.ranks import Ranks
-from labs.parts.doctor.turns import LEAST_STEPS, _InTurn
+from labs.doctor import bounds, compare, report, state, turns
+from labs.doctor.causes import HOLDS_BACK, OPTION, READING
+from labs.doctor.counterfactuals import MODES, Counterfactual
+from labs.doctor.diagnosis import FROM_PARTS, IN_TURN, diagnose, healthy, unknown
+from labs.doctor.facts import AS_IS, Facts, Line
+from labs.doctor.hooks import Hooks, describe
+from labs.doctor.ranks import Ranks
+from labs.doctor.turns import LEAST_STEPS, _InTurn
 
 
 def gpu(parts=None, modes=None, beside_s=None, **more):

@@ -9,8 +9,8 @@ import pytest
 from doctor_patients import environment
 from processes import free_port
 
-from labs.parts.doctor.facts import AS_IS, load
-from labs.parts.doctor.patient import Settings
+from labs.doctor.facts import AS_IS, load
+from labs.doctor.patient import Settings
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).parent / "doctor_scripts" / "two_ranks.py")
@@ -26,7 +26,7 @@ def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
         env = (
             environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         )
-        command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+        command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
         started.append(
             subprocess.Popen(
                 command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

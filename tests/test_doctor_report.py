@@ -9,9 +9,9 @@ import chromium
 import pytest
 from doctor_facts import STARVED, STEP_S, made
 
+from labs.doctor import report
+from labs.doctor.facts import Facts, Line
 from labs.kit.errors import BadInput
-from labs.parts.doctor import report
-from labs.parts.doctor.facts import Facts, Line
 
 EVIL = 'print(f"<script>alert(1)</script> & {loss!r}") # {{ 7 * 7 }} \u2028 ]]>'
 
@@ -60,7 +60,7 @@ def test_a_healthy_training_is_told_so():
 
 def test_a_page_with_everything_still_fits():
     """Every cause, with lines, on eight ranks."""
-    from labs.parts.doctor.causes import CAUSES
+    from labs.doctor.causes import CAUSES
 
     modes = {c.mode: STEP_S / 2 for c in CAUSES}
     facts = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from labs import doctor
-from labs.parts.doctor import rules, rules_precision, rules_steps, supervisor
-from labs.parts.doctor.hits import CERTAINTIES
-from labs.parts.doctor.rules import RULES, UNREADABLE, check
+from labs.doctor import __main__ as doctor
+from labs.doctor import rules, rules_precision, rules_steps, supervisor
+from labs.doctor.hits import CERTAINTIES
+from labs.doctor.rules import RULES, UNREADABLE, check
 
 ROOT = Path(__file__).parents[1]
 ILL = [pytest.param(r, source, id=f"{r.name}-{n}") for r in RULES for n, source in enumerate(r.ill)]
@@ -304,5 +304,5 @@ def test_a_diff_is_right_beside_wide_letters_tabs_and_form_feeds(tmp_path):
 
 
 def test_the_rules_need_no_torch():
-    code = "import sys; from labs.parts.doctor.rules import check; assert 'torch' not in sys.modules"
+    code = "import sys; from labs.doctor.rules import check; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -6,9 +6,9 @@ import sys
 import pytest
 from processes import new_environment
 
-from labs.parts.doctor import bounds, facts
-from labs.parts.doctor.diagnosis import diagnose, own_lines_s
-from labs.parts.doctor.patient import Settings
+from labs.doctor import bounds, facts
+from labs.doctor.diagnosis import diagnose, own_lines_s
+from labs.doctor.patient import Settings
 
 pytestmark = pytest.mark.timeout(250)
 SCRIPT = """
@@ -69,7 +69,7 @@ def look(folder, text):
     script = folder / "train.py"
     script.write_text(text)
     settings = Settings([str(script)], str(folder), "", steps=42, seconds=1.0, modes=())
-    command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+    command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
     done = subprocess.run(command, env=new_environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return facts.load(settings.facts_path)

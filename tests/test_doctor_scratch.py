@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from processes import MARK, assert_no_survivors, new_environment
 
-from labs.parts.doctor import scratch, scratch_room, true_files
+from labs.doctor import scratch, scratch_room, true_files
 
 pytestmark = pytest.mark.timeout(250)
 
 PRELUDE = """
 import sys
-from labs.parts.doctor import scratch
+from labs.doctor import scratch
 told = []
 if len(sys.argv) > 1:
     scratch.install(sys.argv[1], told.append)
@@ -368,7 +368,7 @@ def test_what_is_moved_to_another_disk_is_copied(tmp_path, monkeypatch):
 SAVES = """
 import io, os, types
 import torch
-from labs.parts.doctor import scratch_room
+from labs.doctor import scratch_room
 scratch.install(sys.argv[2], told.append, (os.getcwd(),))
 state = {"model": torch.ones(100), "more": [torch.ones(50), (torch.ones(10),)]}
 state["again"], state["itself"] = state["model"][:7], state

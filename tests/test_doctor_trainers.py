@@ -6,9 +6,9 @@ from doctor_facts import STARVED, STEP_S, made
 from doctor_patients import classifier, forever, look_at
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from labs.parts.doctor.causes import CAUSES
-from labs.parts.doctor.diagnosis import diagnose
-from labs.parts.doctor.trainers import CURES, TRAINERS, cure
+from labs.doctor.causes import CAUSES
+from labs.doctor.diagnosis import diagnose
+from labs.doctor.trainers import CURES, TRAINERS, cure
 
 FINDINGS = {cause.name for cause in CAUSES} | {"larger_batch", "fused_optimizer", "python_overhead"}
 

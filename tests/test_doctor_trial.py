@@ -11,9 +11,9 @@ from processes import assert_no_survivors, new_environment
 
 from labs import doctor_trial as trial
 from labs.doctor_trial import Config, Seen
+from labs.doctor_trial.cases import BY_NAME
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance, load
-from labs.parts.doctor.cases import BY_NAME
 
 
 def finding(name: str, kind: str = "holds back", **more) -> dict:

@@ -14,12 +14,12 @@ import torch
 from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, family, leftovers, new_environment, wait_for
 
 from labs import elastic_restart
+from labs.common.checkpoints import checkpoints, load_latest
+from labs.common.elastic import journal, train
+from labs.common.elastic.journal import PHASES, History
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.restart import RESTART_COUNT, SHARED, _kept, use_fresh_store
-from labs.parts.checkpoints import checkpoints, load_latest
-from labs.parts.elastic import journal, train
-from labs.parts.elastic.journal import PHASES, History
 
 SMOKE = elastic_restart.Config(smoke=True)
 
@@ -95,8 +95,8 @@ def trained(folder: str, values: dict) -> tuple[list[float], str]:
     """Losses of the steps of this call, and what it was refused with."""
     import torch.distributed as dist
 
+    from labs.common.elastic import loop
     from labs.kit.rank import Rank
-    from labs.parts.elastic import loop
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config = train.Config(folder=Path(folder), samples=256, save_every=3, **values)
@@ -254,7 +254,7 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
     )
     try:
         wait_for(lambda: list(temporary.glob("labs-*/trainings/*/step-*.pt")), 60, "a checkpoint")
-        agent = next(p for p in family(environment[MARK]) if "labs.parts.elastic.agent_process" in p.cmdline())
+        agent = next(p for p in family(environment[MARK]) if "labs.elastic_restart.agent_process" in p.cmdline())
         os.kill(launcher.pid if who == "launcher" else agent.ppid(), signal.SIGKILL)
         _, complaint = launcher.communicate(timeout=20)
         assert who == "launcher" or complaint.startswith("rank 0 was killed by SIGKILL")
@@ -268,8 +268,8 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
 
 def failures() -> list[str]:
     """What is said of a training that fails, and when there is no agent any more."""
+    from labs.elastic_restart.agent import elastic_agent
     from labs.kit.rank import Rank
-    from labs.parts.elastic.agent import elastic_agent
 
     rank, told = Rank(0, 1, 0, 1, torch.device("cpu"), "gloo", (0,), tuple(range(os.cpu_count()))), []
     with elastic_agent(rank) as agent:
@@ -354,7 +354,7 @@ def test_a_full_disk_ends_a_rank_in_one_line(monkeypatch, capsys):
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from labs.parts.elastic import loop
+    from labs.common.elastic import loop
 
     def full(*_):
         raise OSError(28, "No space left on device; step 5 is not saved, earlier ones are", "runs/x/step-00000005.pt")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from labs.common import models
 from labs.kit.launch import launch, run_on_ranks
-from labs.parts import models
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def _statistics(width):
     """Output and running statistics of the synchronised layer on this rank's shard, and of torch's on everything."""
     import torch.distributed as dist
 
-    from labs.parts.data_parallel.sync_batchnorm import SyncBatchNorm2d
+    from labs.common.data_parallel.sync_batchnorm import SyncBatchNorm2d
 
     torch.manual_seed(0)
     x = torch.randn(6, width, 3, 3, dtype=torch.float64)

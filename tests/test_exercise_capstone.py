@@ -18,8 +18,8 @@ from labs.chapters.nb12 import exercise_capstone as capstone
 from labs.chapters.nb12.exercise_capstone import LOSS, ORDINAL, PARTS, check_results, check_speed, judged, watched
 from labs.chapters.nb12.solution_capstone import SLOW, edited, fast_script
 from labs.chapters.nb12.watched import Results
+from labs.doctor_trial.in_turn import Block
 from labs.kit.check import Mistake, check
-from labs.parts.doctor.in_turn import Block
 
 MS = {"data": 14, "evaluation": 40, "forward": 13, "backward": 18, "prepare": 7, "save": 4}
 WELL = {"data": 0.6, "evaluation": 0.0, "forward": 4.2, "backward": 6.5, "prepare": 0.3, "save": 0.0}

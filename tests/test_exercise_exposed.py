@@ -11,8 +11,8 @@ from mutants.nb09_exposed import MORE, MUTANTS
 from labs.chapters.nb09 import solution_exposed as solution
 from labs.chapters.nb09 import trace_cases
 from labs.chapters.nb09.exercise_exposed import CASES, SLIPS
+from labs.common.profiling import intervals
 from labs.kit import check
-from labs.parts.profiling import intervals
 
 
 def examine(candidate):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from mutants.nb08_levels import MORE, MUTANTS
 from speeds import first
 
+from labs.common.communication import wire
 from labs.kit import check
-from labs.parts.communication import wire
-from labs.parts.communication.two_levels import hierarchical_all_reduce
+from labs.two_levels.two_levels import hierarchical_all_reduce
 
 pytestmark = pytest.mark.skipif(not wire.can_pace(), reason="this system does not count what a connection sends")
 

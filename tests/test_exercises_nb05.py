@@ -19,9 +19,9 @@ from labs.chapters.nb05.exercise_recompute import SCENES, Run, kept_by, plain
 from labs.chapters.nb05.exercise_resume import pieces
 from labs.chapters.nb05.exercise_states import difference, one_thread, same
 from labs.chapters.nb05.exercise_trainer import Trainer
+from labs.common.memory.recomputation import by_hand
 from labs.kit.check import TODO, examine, get_exercise
-from labs.parts.memory.chunked_loss import chunked_cross_entropy
-from labs.parts.memory.recomputation import by_hand
+from labs.memory_oracle.chunked_loss import chunked_cross_entropy
 
 
 def passes(exercise_id, candidate):

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from labs.chapters.nb06 import exercise_fsdp, exercise_pipeline
 from labs.chapters.nb06 import exercises as nb06
 from labs.chapters.nb06 import solutions as solution
+from labs.common.pipelines import schedules
+from labs.common.pipelines.schedules import Action
 from labs.kit.check import TODO, examine, get_exercise
 from labs.kit.launch import run_on_ranks
-from labs.parts.pipelines import schedules
-from labs.parts.pipelines.schedules import Action
 
 
 def passes(exercise_id, candidate):

@@ -18,28 +18,28 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
 from labs import hardware_probe
+from labs.activation_checkpointing.splitting import at_peak
 from labs.chapters.nb00 import explorer as nb00
 from labs.chapters.nb01 import explorer as nb01
 from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb03 import explorer as nb03
 from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
+from labs.chapters.nb05.bert_chain import bert_chain, optimizer_step_bytes
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
+from labs.common import oracle
+from labs.common.memory.bert_memory import parameter_count, predict
+from labs.common.memory.recomputation import segment_bounds
+from labs.common.models.large_models import BertShape, bert
+from labs.common.timing.roofline import training_step_work
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.explore import Menu, Slider
 from labs.kit.notebook_report import html_pictures
 from labs.kit.record import Record, Records
-from labs.parts import oracle
-from labs.parts.activation_memory.bert_chain import bert_chain, optimizer_step_bytes
-from labs.parts.activation_memory.segments import at_peak
-from labs.parts.memory.bert_memory import parameter_count, predict
-from labs.parts.memory.recomputation import segment_bounds
-from labs.parts.models.large_models import BertShape, bert
-from labs.parts.timing.roofline import training_step_work
-from labs.parts.tuning import rules
+from labs.tune_dataloader import rules
 
 EXPLORERS = {
     "roofline": nb00.roofline,

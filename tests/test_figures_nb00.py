@@ -9,12 +9,12 @@ import torch
 
 from labs import hardware_probe
 from labs.chapters.nb00 import figures, figures_limits
+from labs.common.timing import limits, probing
+from labs.common.timing.roofline import training_step_work
 from labs.kit import host
 from labs.kit.check import predict
 from labs.kit.monitor import Trace
 from labs.kit.record import Record, Records
-from labs.parts.timing import limits, probing
-from labs.parts.timing.roofline import training_step_work
 
 NARROW, WIDE = (0.99, 1.0, 1.01, 0.995, 1.005, 1.0, 0.998), (0.4, 1.0, 1.9, 0.5, 1.6, 1.0, 0.7)
 

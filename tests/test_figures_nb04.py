@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labs.chapters.nb04 import figures
+from labs.chapters.nb04 import figures, published_speed
 from labs.chapters.nb04 import figures_memory as memory_figures
 from labs.kit.measure import Estimate
-from labs.parts.precision import published_speed
 
 
 def about(value, spread=0.01, n=8):

@@ -6,10 +6,10 @@ import pytest
 
 from labs import memory_timeline, profile_step
 from labs.chapters.nb09 import figures_step as figures
+from labs.common.oracle.trace import CATEGORIES
 from labs.kit.check import predict
 from labs.kit.plot import kinds_in, to_png
 from labs.kit.record import Record, Records
-from labs.parts.oracle.trace import CATEGORIES
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_code_behind_a_notebook_is_what_it_imports_and_launches_and_no_more():
         "labs.chapters.nb03.exercises",
         "labs.chapters.nb03.claims",
         "labs.kit.measure",
-        "labs.parts.models",
+        "labs.common.models",
     } <= found
     assert not {m for m in found if "pipeline" in m or "nb04" in m or m.endswith("course")}
 

@@ -16,15 +16,15 @@ from processes import MARK, PYTHON, assert_no_survivors, new_environment
 
 from labs import fooled as lab
 from labs.chapters.nb11 import editable_compare
+from labs.fooled import learning, two_units
+from labs.fooled import neighbour as neighbour_module
+from labs.fooled.busy_as_useful import Work
+from labs.fooled.neighbour import neighbour_on
+from labs.fooled.ways import WAYS
 from labs.kit import measure
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.fooled import neighbour as neighbour_module
-from labs.parts.fooled import samples_rate, two_units
-from labs.parts.fooled.busy_as_useful import Work
-from labs.parts.fooled.neighbour import neighbour_on
-from labs.parts.fooled.ways import WAYS
 
 CPU = torch.device("cpu")
 
@@ -151,7 +151,7 @@ def test_samples_per_second_are_not_the_time_to_a_loss():
     assert (told, so) == (8.0, 0.5)
 
 
-@pytest.mark.parametrize("best", samples_rate.RATES)
+@pytest.mark.parametrize("best", learning.RATES)
 def test_the_learning_rate_that_needs_the_fewest_samples_is_found_wherever_it_is(best):
     asked = []
 
@@ -159,7 +159,7 @@ def test_the_learning_rate_that_needs_the_fewest_samples_is_found_wherever_it_is
         asked.append(rate)
         return min(most, round(1000 * max(rate / best, best / rate)))
 
-    assert samples_rate.best_rate(samples) == best and len(set(asked)) == len(asked)
+    assert learning.best_rate(samples) == best and len(set(asked)) == len(asked)
 
 
 def test_a_training_counts_its_samples_until_its_loss_and_no_judging(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_training_counts_its_samples_until_its_loss_and_no_judging(monkeypatch
         judged.extend([None] * (not torch.is_grad_enabled()))
         return entropy(output, target)
 
-    monkeypatch.setattr(samples_rate.nn.functional, "cross_entropy", spy)
+    monkeypatch.setattr(learning.nn.functional, "cross_entropy", spy)
     monkeypatch.setattr(
         measure, "time_steps", lambda step, n, device: (steps.append(n), time_steps(step, n, device), [0.5] * n)[-1]
     )
@@ -282,7 +282,7 @@ def test_a_neighbour_whose_starter_is_gone_before_it_begins_does_not_stay():
 @pytest.mark.drill
 def test_a_neighbour_ends_when_whoever_started_it_is_killed():
     program = (
-        "import os, torch\nfrom labs.parts.fooled.neighbour import neighbour_on\n"
+        "import os, torch\nfrom labs.fooled.neighbour import neighbour_on\n"
         "with neighbour_on(torch.device('cpu')):\n    os.kill(os.getpid(), 9)"
     )
     environment = new_environment()

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from labs import fully_sharded
+from labs.common import models
+from labs.common.planning.parallel_cost import sent_per_parameter
+from labs.common.sharding import fsdp
+from labs.common.sharding.traffic import HEADER_BYTES
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Records
-from labs.parts import models
-from labs.parts.planning.parallel_cost import sent_per_parameter
-from labs.parts.sharding import fsdp
-from labs.parts.sharding.traffic import HEADER_BYTES
 
-UNEVEN = "labs.parts.sharding.blocks:uneven_mlp"
-WIDE = "labs.parts.sharding.blocks:wide_mlp"
+UNEVEN = "labs.common.sharding.blocks:uneven_mlp"
+WIDE = "labs.common.sharding.blocks:wide_mlp"
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])

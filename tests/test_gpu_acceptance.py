@@ -17,15 +17,14 @@ import pytest
 from fakes import FakeNvml, card
 from labs_for_tests import acceptance_steps
 
-from labs.gpu_acceptance import Config, Outcome, attempts, keep, machine_name, main, report
+from labs.gpu_acceptance import Config, Outcome, attempts, judge, keep, machine_name, main, report, stand_in
+from labs.gpu_acceptance import steps as steps_module
+from labs.gpu_acceptance.evidence import Evidence, Setting
+from labs.gpu_acceptance.steps import STEPS, cost_of_reports
 from labs.kit import record
 from labs.kit.fork_server import guarded_folder
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import Record, Records
-from labs.parts.acceptance import judge, stand_in
-from labs.parts.acceptance import steps as steps_module
-from labs.parts.acceptance.evidence import Evidence, Setting
-from labs.parts.acceptance.steps import STEPS, cost_of_reports
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "labs.gpu_acceptance"]
@@ -269,7 +268,7 @@ def test_a_step_that_crashes_hangs_or_raises_is_its_own_failure_and_the_others_g
 
 def _is_a_step(pid: int) -> bool:
     try:
-        return "labs.parts.acceptance.process" in psutil.Process(pid).cmdline()
+        return "labs.gpu_acceptance.process" in psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
 

@@ -11,13 +11,13 @@ import torch
 from fakes import FakeNvml, card
 
 from labs import elastic_restart
+from labs.common.oracle.reality import of_allocator
+from labs.common.timing import benchmark_loop
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank, same_bits, same_bits_every_time
-from labs.parts.oracle import records as oracle_records
-from labs.parts.oracle.reality import of_allocator
-from labs.parts.timing import benchmark_loop
+from labs.memory_oracle import records as oracle_records
 
 ROOT = Path(__file__).parents[1]
 REPORT = nvml.report
@@ -126,7 +126,7 @@ def gathered_alike():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from labs.parts.sharding.tensor import _whole
+    from labs.common.sharding.tensor import _whole
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(35.0).view(5, 7)

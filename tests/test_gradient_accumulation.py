@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from labs import gradient_accumulation as lab
+from labs.common import models
+from labs.common.data_parallel.gradient_buckets import bucket_bytes
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts import models
-from labs.parts.data_parallel.gradient_buckets import bucket_bytes
 
 RIGHT = ("whole_batch", "no_sync", "sync_every", "forward_outside")
 WRONG_ANYWHERE = ("loss_not_divided", "mean_of_means", "zero_grad_inside", "step_inside", "clip_inside", "batchnorm")

@@ -5,11 +5,11 @@ import inspect
 import pytest
 
 from labs import hang_clinic as lab
+from labs.hang_clinic.hangs import HANGS
 from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.faults.hangs import HANGS
 
 LAYOUT = {"world_size": 2, "rank": 0, "backend": "gloo", "device": "cpu"}
 

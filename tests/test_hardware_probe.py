@@ -11,10 +11,10 @@ import pytest
 
 from labs import hardware_probe
 from labs.chapters.nb00 import figures as nb00
+from labs.common.timing import probe_report
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import load
-from labs.parts.timing import probe_report
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from labs.data import DataError, photos
-from labs.data.tiles import tiles
-from labs.kit.errors import BadInput
-from labs.parts.loading.image_datasets import (
+from labs.common.data import DataError, photos
+from labs.common.data.tiles import tiles
+from labs.common.loading.image_datasets import (
     JpegFolder,
     MemoryMap,
     RamCache,
@@ -26,6 +25,7 @@ from labs.parts.loading.image_datasets import (
     write_memory_map,
     write_shards,
 )
+from labs.kit.errors import BadInput
 
 N, SIDE = 10, 24
 

@@ -1,4 +1,4 @@
-"""Who may import whom: notebooks -> chapters -> experiments -> parts -> kit. Imports inside functions count, too."""
+"""Who may import whom: notebooks -> chapters -> experiments -> common -> kit. Imports inside functions count, too."""
 
 import ast
 import json
@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"chapters", "parts", "recipes", "kit", "classroom", "data"}
-# What a module may import, besides modules of its own layer. An experiment is a file directly in labs/.
+FOLDERS = {"chapters", "common", "recipes", "kit", "classroom"}
+# What a module may import, besides modules of its own layer. An experiment is a file or folder directly in labs/.
 BELOW = {
     "kit": set(),
-    "data": {"kit"},
-    "parts": {"data", "kit"},
+    "common": {"kit"},
     "classroom": {"kit"},
-    "experiment": {"classroom", "parts", "data", "kit"},
-    "chapters": {"experiment", "parts", "data", "kit"},
+    "experiment": {"classroom", "common", "kit"},
+    "chapters": {"experiment", "common", "kit"},
 }
 # Experiments that others build on, by name.
-BUILDING_BLOCKS = {"labs.ddp_training"}
+BUILDING_BLOCKS = {"ddp_training", "doctor", "watch"}
+# What an engineer installs without the course: these import the kit alone.
+TOOLS = {"doctor", "watch"}
 # Commands that stand above all: they may import anything, and nothing imports them.
 COMMANDS = {
     "labs.__main__",
@@ -77,7 +78,9 @@ def violations(root: Path) -> list[str]:
         for target in targets if name != "labs" else ():
             above, below = layer(name, root), layer(target, root)
             allowed = below == above or below in BELOW[above]
-            allowed &= above != "experiment" or below != "experiment" or target in BUILDING_BLOCKS
+            own, other = name.split(".")[1], target.split(".")[1]
+            allowed &= above != "experiment" or below != "experiment" or other in {own} | BUILDING_BLOCKS
+            allowed &= own not in TOOLS or other in {own, "kit"}
             allowed &= above != "chapters" or below != "chapters" or chapter(name) == chapter(target)
             allowed = (allowed or name in COMMANDS) and target not in COMMANDS
             found += [] if allowed else [f"{name} imports {target}"]
@@ -99,7 +102,7 @@ def misplaced(root: Path) -> list[str]:
     files = [
         p.name for p in there if p.is_file() and not re.search(r'^if __name__ == "__main__":', p.read_text(), re.M)
     ]
-    return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS and any(p.iterdir())]
+    return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS and not (p / "__main__.py").is_file()]
 
 
 def imported_by_cells(path: Path) -> set[str]:

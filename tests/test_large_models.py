@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from labs.parts.memory import bert_memory
-from labs.parts.models import large_models
-from labs.parts.models.large_models import TINY_BERT, BertShape
+from labs.common.memory import bert_memory
+from labs.common.models import large_models
+from labs.common.models.large_models import TINY_BERT, BertShape
 
 
 def parameters(module):

@@ -10,13 +10,13 @@ from again import holds_soon
 
 from labs import last_to_arrive as lab
 from labs.chapters.nb09 import editable_late, figures_timeline
+from labs.common.profiling import late_training
+from labs.common.timing import moments
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Record, Records
-from labs.parts.profiling import late_training
-from labs.parts.timing import moments
 
 GUESS = predict(60.0, "own timer of the late rank", unit="ms")
 LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}

@@ -11,15 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from labs import loader_traps
+from labs.common.loading.named_items import ItemFailed, NamedItems, loader_error
+from labs.common.traps import datasets as trap_datasets
+from labs.common.traps import failures as trap_failures
+from labs.common.traps import shm as trap_shm
+from labs.common.traps.datasets import Fails, Items, no_worker_left, workers_now
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts.loading.named_items import ItemFailed, NamedItems, loader_error
-from labs.parts.traps import datasets as trap_datasets
-from labs.parts.traps import failures as trap_failures
-from labs.parts.traps import random as trap_random
-from labs.parts.traps import shm as trap_shm
-from labs.parts.traps import speed as trap_speed
-from labs.parts.traps.datasets import Fails, Items, no_worker_left, workers_now
+from labs.loader_traps import seeds as trap_random
+from labs.loader_traps import speed as trap_speed
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forked workers and /dev/shm")
 

@@ -11,8 +11,8 @@ import torch
 from again import holds_soon
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from labs.parts.loading import feed as loading
-from labs.parts.loading.feed import (
+from labs.common.loading import feed as loading
+from labs.common.loading.feed import (
     Feed,
     Forever,
     alone,
@@ -276,7 +276,7 @@ class Squares:
     def __getitem__(self, i): return float(i * i)
 ''', main.__dict__)
 if __name__ == "__main__":
-    from labs.parts.loading.feed import endless
+    from labs.common.loading.feed import endless
     batches = iter(endless(main.Squares(), 1, 4, order=range(8), multiprocessing_context="spawn"))
     print(next(batches).tolist())
 """

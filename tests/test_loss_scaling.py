@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from labs import loss_scaling as lab
+from labs.common import models
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Records
-from labs.parts import models
-from labs.parts.precision.loss_scaling_trial import ORDERS, SPIKE, Trial, perceptron
+from labs.loss_scaling.loss_scaling_trial import ORDERS, SPIKE, Trial, perceptron
 
 STOPS, LOSES = "stops with an error", "loses steps"
 OUTCOMES = {
@@ -153,7 +153,7 @@ def test_torch_warns_of_a_scheduler_only_when_the_first_step_is_skipped():
     batches = lab._batches(lab.Config(), torch.device("cpu"))[:3]
     words = []
     for overflow_step in (0, 1):
-        trial = Trial("labs.parts.precision.loss_scaling_trial:perceptron", 0, torch.device("cpu"), scheduled=3)
+        trial = Trial("labs.loss_scaling.loss_scaling_trial:perceptron", 0, torch.device("cpu"), scheduled=3)
         words.append(trial.run(ORDERS["scheduler always, overflow"], batches, overflow_step).warned)
     assert "lr_scheduler.step()" in words[0]
     assert words[1] == "none"
@@ -161,7 +161,7 @@ def test_torch_warns_of_a_scheduler_only_when_the_first_step_is_skipped():
 
 def test_trial_leaves_torch_as_it_was():
     clip, filters = torch.nn.utils.clip_grad_norm_, list(warnings.filters)
-    trial = Trial("labs.parts.precision.loss_scaling_trial:perceptron", 0, torch.device("cpu"))
+    trial = Trial("labs.loss_scaling.loss_scaling_trial:perceptron", 0, torch.device("cpu"))
     trial.run(ORDERS["unscale_ twice"], lab._batches(lab.Config(), torch.device("cpu"))[:1], 0)
     assert trial.seen.raised.startswith("RuntimeError")
     assert torch.nn.utils.clip_grad_norm_ is clip
@@ -170,7 +170,7 @@ def test_trial_leaves_torch_as_it_was():
 
 def test_perceptron_is_as_described():
     assert sum(p.numel() for p in perceptron().module.parameters()) == 34_186
-    assert models.build("labs.parts.precision.loss_scaling_trial:perceptron").make_batch(3)[0].shape == (3, 256)
+    assert models.build("labs.loss_scaling.loss_scaling_trial:perceptron").make_batch(3)[0].shape == (3, 256)
 
 
 def test_the_spike_overflows_fp16_only():

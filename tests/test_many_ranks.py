@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labs import many_ranks
 from labs.chapters.nb08 import figures_ranks
+from labs.common.oracle.gpt import GptShape, gpt
+from labs.common.sharding.tensor import by_hand
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Records
-from labs.parts.oracle.gpt import GptShape, gpt
-from labs.parts.sharding import five_ways
-from labs.parts.sharding.fake_ranks import all_reduce_hook, fake_job, out_of_job
-from labs.parts.sharding.five_ways import Job
-from labs.parts.sharding.tensor import by_hand
+from labs.many_ranks import five_ways
+from labs.many_ranks.fake_ranks import all_reduce_hook, fake_job, out_of_job
+from labs.many_ranks.five_ways import Job
 
 SMALL = GptShape(layers=4, width=32, vocabulary=64, heads=8, places=16)
 

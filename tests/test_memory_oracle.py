@@ -3,12 +3,12 @@
 import pytest
 
 from labs import memory_oracle
+from labs.common.oracle import CATEGORIES
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 from labs.memory_oracle import answer
-from labs.parts.oracle import CATEGORIES
-from labs.parts.oracle.report import by_category, peak, relative_error, report, timeline
+from labs.memory_oracle.text import by_category, peak, relative_error, report, timeline
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,14 @@ import torch
 from speeds import first
 
 from labs import memory_remedies
+from labs.common import models
+from labs.common.oracle.reality import measured
+from labs.common.oracle.step import step
+from labs.common.remedies import leaks
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts import models
-from labs.parts.oracle.reality import measured
-from labs.parts.oracle.step import step
-from labs.parts.remedies import leaks, offload, ways_out
-from labs.parts.remedies.offload import offloaded
+from labs.memory_remedies import offload, ways_out
+from labs.memory_remedies.offload import offloaded
 
 
 @pytest.fixture(scope="module")

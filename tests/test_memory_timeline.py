@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from labs import memory_timeline as lab
+from labs.common import models
+from labs.common.oracle.trace import CATEGORIES
+from labs.common.remedies import leaks
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts import models
-from labs.parts.oracle.trace import CATEGORIES
-from labs.parts.profiling import memory_steps
-from labs.parts.remedies import leaks
+from labs.memory_timeline import memory_steps
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_the_curve_ends_each_step_at_what_is_left_and_touches_its_peak(run):
 
 def test_peak_is_that_of_the_allocator():
     """From what torch's own profiler lists, workspace of kernels and all: the tracker may miss little."""
-    from labs.parts.activation_memory.allocator import watch
+    from labs.common.activation_memory.allocator import watch
 
     job = leaks.job(models.make("mlp"), [64] * 4, CPU)
     found = memory_steps.watch(job, leaks.clean)

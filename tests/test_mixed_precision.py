@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from labs import mixed_precision
+from labs.common import models
+from labs.common.memory.activation_bytes import activation_bytes
+from labs.common.models import Workload
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.memory.activation_bytes import activation_bytes
-from labs.parts.models import Workload
-from labs.parts.precision import amp_effects, amp_report, matmul_ladder
+from labs.mixed_precision import amp_effects, amp_report, matmul_ladder
 
 mse = nn.functional.mse_loss
 

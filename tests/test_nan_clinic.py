@@ -20,8 +20,8 @@ from labs.kit.launch import launch, run_on_ranks
 from labs.kit.plot import kinds_in, to_png
 from labs.kit.rank import Rank
 from labs.kit.record import Records
-from labs.parts.faults import numbers
-from labs.parts.faults.numbers import CAUSES, HEALTHY, Case, Signs
+from labs.nan_clinic import numbers
+from labs.nan_clinic.numbers import CAUSES, HEALTHY, Case, Signs
 
 CPU = torch.device("cpu")
 LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}

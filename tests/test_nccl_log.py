@@ -9,7 +9,7 @@ import pytest
 
 from labs import nccl_log
 from labs.kit.errors import BadInput
-from labs.parts.communication import nccl, nccl_samples
+from labs.nccl_log import nccl, nccl_samples
 
 TOLD = {
     "2xRTX4090": ("2 ranks on 1 machine.", "2 of 2 links go through the host's memory", "1 pair of GPUs: PHB"),

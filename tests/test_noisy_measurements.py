@@ -11,14 +11,14 @@ from labs import batch_size, crossover
 from labs.chapters.nb00 import figures as nb00
 from labs.chapters.nb01 import figures_batch as nb01_batch
 from labs.chapters.nb06 import figures as nb06
+from labs.common.checkpoints import checkpoint_interval
+from labs.common.data_parallel import scaling
+from labs.common.elastic.journal import PHASES, History
+from labs.common.timing import collectives
 from labs.kit.check import predict
 from labs.kit.record import Record, Records
-from labs.parts.checkpoints import checkpoint_interval
-from labs.parts.data_parallel import scaling
-from labs.parts.elastic.journal import PHASES, History
-from labs.parts.pipelines import analysis
-from labs.parts.timing import collectives
-from labs.parts.tuning import rules
+from labs.pipeline_parallel import analysis
+from labs.tune_dataloader import rules
 
 SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes
 SECONDS = st.sampled_from([0.0, 1e-9, 1e-7]) | st.floats(1e-9, 100.0)  # equal and zero-ish ones often, in any order

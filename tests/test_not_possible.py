@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from labs.common import models
+from labs.common.precision import amp
 from labs.kit.launch import launch
-from labs.parts import models
-from labs.parts.precision import amp
 
 HERE = "test_not_possible:no_fp16"
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labs.parts.precision import number_formats as nf
+from labs.amp_training import number_formats as nf
 
 WITH_DTYPE = [name for name, f in nf.FORMATS.items() if f.dtype is not None]
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
+from labs.activation_checkpointing import deep_models
+from labs.activation_checkpointing.splitting import at_peak, trace_chain
+from labs.activation_checkpointing.step import steps_of
+from labs.common import models, oracle
+from labs.common.memory import saved_tensors
+from labs.common.models import Workload
+from labs.common.models.large_models import bert, resnet
+from labs.common.sources import on_gpus
 from labs.kit import docket, evidence
 from labs.kit.claims import SIGNS, by_a_recorded_gpu, judge, table
 from labs.kit.record import Record, Records
-from labs.parts import models, oracle
-from labs.parts.activation_memory import deep_models
-from labs.parts.activation_memory.segments import at_peak, trace_chain
-from labs.parts.activation_memory.step import steps_of
-from labs.parts.memory import saved_tensors
-from labs.parts.models import Workload
-from labs.parts.models.large_models import bert, resnet
-from labs.parts.sources import on_gpus
 
 H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+00:00"}
 

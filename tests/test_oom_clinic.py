@@ -13,15 +13,15 @@ from processes import MARK, assert_no_survivors
 
 from labs import oom_clinic as lab
 from labs.chapters.nb10 import figures_memory as figures
+from labs.common.oracle.trace import CATEGORIES
 from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch
 from labs.kit.plot import to_png
 from labs.kit.record import Record, Records
-from labs.parts.faults import memory_end, memory_faults
-from labs.parts.faults.memory_end import Signs, Trial, run_until_end
-from labs.parts.faults.memory_faults import CURES, ENDS, PROGRAMS, TRIM, WHAT, Cure
-from labs.parts.oracle.trace import CATEGORIES
+from labs.oom_clinic import memory_end, memory_faults
+from labs.oom_clinic.memory_end import Signs, Trial, run_until_end
+from labs.oom_clinic.memory_faults import CURES, ENDS, PROGRAMS, TRIM, WHAT, Cure
 
 linux = pytest.mark.skipif(not memory_end.LINUX, reason="limits and counts of a process's memory are Linux's here")
 MB = 1e6

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from labs.common import oracle
+from labs.common.models import Workload, mlp
+from labs.common.models.large_models import bert, resnet, tiny_bert, tiny_resnet
+from labs.common.oracle import CATEGORIES, Event, GptShape, Trace
+from labs.common.oracle.reality import Block, blocks, is_kernel, peaks
 from labs.kit.errors import BadInput
-from labs.parts import oracle
-from labs.parts.models import Workload, mlp
-from labs.parts.models.large_models import bert, resnet, tiny_bert, tiny_resnet
-from labs.parts.oracle import CATEGORIES, Event, GptShape, Trace
-from labs.parts.oracle.reality import Block, blocks, is_kernel, peaks
 
 MODELS = {"tiny_bert": tiny_bert, "tiny_resnet": tiny_resnet}
 
@@ -106,8 +106,8 @@ def test_peaks_by_hand():
 def test_resnet_152_in_a_fresh_process():
     """In less than five times what importing torch takes (it is twice), of processor time, and 1.5 GB."""
     code = (
-        "import resource, time; from labs.parts.models.large_models import resnet; imported = time.process_time(); "
-        "from labs.parts.oracle import step; t = step(resnet, 64, optimizer='momentum', target='cuda'); "
+        "import resource, time; from labs.common.models.large_models import resnet; imported = time.process_time(); "
+        "from labs.common.oracle import step; t = step(resnet, 64, optimizer='momentum', target='cuda'); "
         "rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "print(t.peak_bytes, time.process_time() / imported - 1, rss)"
     )
@@ -225,7 +225,7 @@ def test_the_workload_is_left_as_it_was():
 
 def test_a_factory_that_reads_data_keeps_it_real():
     oracle.step("char_gpt", 2)
-    from labs.parts.models.text_models import vocabulary
+    from labs.common.models.text_models import vocabulary
 
     assert len(vocabulary()) == 80
 
@@ -395,11 +395,11 @@ def test_bad_input(given, conditions, words):
 
 
 def test_a_torch_without_the_private_parts_is_one_line(monkeypatch):
-    for name in ("labs.parts.oracle.internals",):
+    for name in ("labs.common.oracle.internals",):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch._subclasses.fake_tensor", None)
     with pytest.raises(BadInput, match=r"private parts of torch that torch .* has moved .*: use the version"):
-        __import__("labs.parts.oracle.internals")
+        __import__("labs.common.oracle.internals")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labs.kit import hardware
-from labs.kit.hardware import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
-from labs.parts.timing.roofline import (
+from labs.common.timing.roofline import (
     Work,
     attainable_flop_s,
     count,
@@ -14,6 +12,8 @@ from labs.parts.timing.roofline import (
     ridge_flop_per_byte,
     training_step_work,
 )
+from labs.kit import hardware
+from labs.kit.hardware import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
 
 ROWS = {s.gpu: s for s in specs()}
 
@@ -91,7 +91,7 @@ def test_matmul_intensity_is_n_over_six_in_fp32():
 
 def test_training_step_of_the_mlp_has_the_closed_form_flops():
     """6 FLOPs per weight and row, except that nobody needs the gradient of the input: 2 less for the first layer."""
-    from labs.parts import models
+    from labs.common import models
 
     sizes = [(1024, 512), (512, 256), (256, 10)]
     want = sum(6 * 64 * a * b for a, b in sizes) - 2 * 64 * 1024 * 512

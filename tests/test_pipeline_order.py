@@ -14,9 +14,9 @@ import torch
 from speeds import besides
 from test_pipelines import rank_here, small
 
+from labs.common.pipelines import engine, even_cuts, schedules
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank
-from labs.parts.pipelines import engine, even_cuts, schedules
 
 CPU = torch.device("cpu")
 

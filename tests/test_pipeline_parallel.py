@@ -10,10 +10,11 @@ from processes import MARK, assert_no_survivors
 from torch import nn
 
 from labs import pipeline_parallel
+from labs.common.models import Workload
+from labs.common.pipelines import schedules
 from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, launch
-from labs.parts.models import Workload
-from labs.parts.pipelines import analysis, schedules, torch_schedules
+from labs.pipeline_parallel import analysis, torch_schedules
 
 WHOLE = {"single", "copies"}
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from labs.common.models import Workload
+from labs.common.pipelines import CHAINS, Chain, chain, even_cuts, schedules, split
 from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, run_on_ranks
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.models import Workload
-from labs.parts.pipelines import CHAINS, Chain, analysis, chain, even_cuts, schedules, split
-from labs.parts.pipelines.memory import counting
+from labs.pipeline_parallel import analysis
+from labs.pipeline_parallel.memory import counting
 
 CPU = torch.device("cpu")
 
@@ -154,9 +155,9 @@ def test_best_number_of_micro_batches_is_where_the_step_is_shortest():
 
 
 def _gradients(cuts, schedule, m):
-    from labs.parts.pipelines import parity
-    from labs.parts.pipelines.bench import actions
-    from labs.parts.pipelines.engine import Pipeline
+    from labs.common.pipelines.engine import Pipeline
+    from labs.pipeline_parallel import parity
+    from labs.pipeline_parallel.bench import actions
 
     rank, model = rank_here(), small()
     x, y = model.make_batch(2 * m)
@@ -185,8 +186,8 @@ def test_gradient_loss_and_bytes_of_a_pipeline(cuts, schedule, m):
 def _failing(where, wait_s, m=4):
     import time
 
-    from labs.parts.pipelines.bench import actions
-    from labs.parts.pipelines.engine import Pipeline
+    from labs.common.pipelines.engine import Pipeline
+    from labs.pipeline_parallel.bench import actions
 
     class Fails(nn.Module):
         calls = 0
@@ -224,7 +225,7 @@ def test_a_stage_that_hangs_is_named_by_the_one_that_waits():
 
 def test_a_pipeline_needs_a_rank_per_stage():
     def function():
-        from labs.parts.pipelines.engine import Pipeline
+        from labs.common.pipelines.engine import Pipeline
 
         Pipeline(small(), [2, 4], rank_here())
 

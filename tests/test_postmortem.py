@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from labs.parts.faults import evidence
-from labs.parts.faults.diagnosis import diagnose
+from labs.watch import evidence
+from labs.watch.diagnosis import diagnose
 
 TRAIN = "/home/ann/train.py"
 TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -301,7 +301,7 @@ def test_the_private_calls_of_torch_are_still_there(tmp_path):
 import os
 os.environ["TORCH_FR_BUFFER_SIZE"] = "10"
 import pathlib, sys, torch, torch.distributed as dist
-from labs.parts.faults import evidence
+from labs.watch import evidence
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(3))
 folder = pathlib.Path(sys.argv[1])
@@ -324,7 +324,7 @@ def test_torch_records_unless_it_is_told_not_to(size, entries):
     """What RECORDER, the glossary and the recipe say: without the variable calls are recorded; 0 turns that off."""
     code = (
         "import torch, torch.distributed as dist\n"
-        "from labs.parts.faults import evidence\n"
+        "from labs.watch import evidence\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "for _ in range(3): dist.all_reduce(torch.ones(3))\n"
         "print(len(evidence.recorded()['entries']))"

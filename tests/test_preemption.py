@@ -13,8 +13,8 @@ from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.faults import requeued
-from labs.parts.faults.requeued import Start
+from labs.preemption import requeued
+from labs.preemption.requeued import Start
 
 pytestmark = pytest.mark.timeout(300)
 LAYOUT = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cpu"}

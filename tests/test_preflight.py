@@ -104,7 +104,7 @@ OUTCOMES = {
     "a lab was edited": (course_checks.code(CourseFiles(7, code=("labs/ä.py",))), "warn", "ä.py", "-- labs/ä.py"),
     "labs as committed": (course_checks.code(CourseFiles(7)), "pass", "as committed", ""),
     "data": (course_checks.data((), 11), "pass", "11 files", ""),
-    "damaged data": (course_checks.data(("labs/data/moby_dick.txt",), 11), "fail", "moby", "git checkout"),
+    "damaged data": (course_checks.data(("labs/common/data/moby_dick.txt",), 11), "fail", "moby", "git checkout"),
     "packages": (course_checks.versions(Packages(PINS, PINS)), "pass", "2 as tested", ""),
     "a package is missing": (
         course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"}))),
@@ -244,14 +244,14 @@ def checkout(tmp_path):
         "notebooks/00_a.ipynb": json.dumps({"cells": [cell]}),
         "notebooks/01_b.ipynb": json.dumps({"cells": [cell]}),
         "labs/lab.py": "x = 1\n",
-        "labs/data/text.txt": "Call me Ishmael.",
-        "labs/data/SHA256SUMS": "39229f163d6b16d7ef0dbb9d7cdc2c8b4cd2d4ed9d8d7a0d7d0d4f4d7f2f9c3b  ./text.txt\n",
+        "labs/common/data/text.txt": "Call me Ishmael.",
+        "labs/common/data/SHA256SUMS": "39229f163d6b16d7ef0dbb9d7cdc2c8b4cd2d4ed9d8d7a0d7d0d4f4d7f2f9c3b  ./text.txt\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    digest = course_checks._sha256(tmp_path / "labs/data/text.txt")
-    (tmp_path / "labs/data/SHA256SUMS").write_text(f"{digest}  ./text.txt\n")
+    digest = course_checks._sha256(tmp_path / "labs/common/data/text.txt")
+    (tmp_path / "labs/common/data/SHA256SUMS").write_text(f"{digest}  ./text.txt\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "-m", "x")
@@ -273,9 +273,9 @@ def test_what_was_changed_is_found_and_a_saved_run_is_no_change(checkout):
     ran = json.loads(first.read_text())
     ran["cells"][0] |= {"outputs": [{"output_type": "stream", "text": "2"}], "execution_count": 1}
     first.write_text(json.dumps(ran))
-    (checkout / "labs/data/text.txt").write_text("Call me Ishmael!")
+    (checkout / "labs/common/data/text.txt").write_text("Call me Ishmael!")
     assert course_checks.course_files(checkout) == CourseFiles(2)
-    assert course_checks.damaged_data(checkout) == (("labs/data/text.txt",), 1)
+    assert course_checks.damaged_data(checkout) == (("labs/common/data/text.txt",), 1)
     ran["cells"][0]["source"] = ["1 + 2"]
     first.write_text(json.dumps(ran))
     second.unlink()

@@ -11,12 +11,12 @@ import torch
 from again import holds_soon
 
 from labs import profile_step as lab
+from labs.common.profiling import intervals, shares
+from labs.common.profiling.shares import Event
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.profiling import intervals, shares
-from labs.parts.profiling.recipes import workload_of
-from labs.parts.profiling.shares import Event
+from labs.profile_step.recipes import workload_of
 
 TINY = "tests.labs_for_tests.profiled:tiny"
 STEP = Event("ProfilerStep#3", "user_annotation", 0.0, 100.0, 1)

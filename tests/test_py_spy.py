@@ -6,16 +6,15 @@ import stat
 
 import pytest
 
-from labs.chapters.nb09 import stacks
+from labs.chapters.nb09 import py_spy, stacks
 from labs.kit.launch import run_on_ranks
-from labs.parts.profiling import py_spy
 
 DUMP = """Process 7: python train.py
 Python v3.11.7 (/usr/bin/python3.11)
 
 Thread 7 (idle): "MainThread"
     _engine_run_backward (torch/autograd/graph.py:979)
-    step (labs/parts/profiling/late_training.py:105)
+    step (labs/common/profiling/late_training.py:105)
     main (train.py:3)
 Thread 9 (idle): "Thread-1"
     wait (threading.py:320)

@@ -23,10 +23,11 @@ from made_traces import TRANSFER_S, made, written
 
 from labs import last_to_arrive
 from labs import rank_timeline as lab
+from labs.common.profiling import intervals, late_training, traces
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
-from labs.parts.profiling import clock, intervals, late_training, timeline_page, traces
+from labs.rank_timeline import clock, timeline_page
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple), max_size=8)
 
@@ -387,7 +388,7 @@ def test_a_page_of_too_many_spans_says_what_it_leaves_out(tmp_path, monkeypatch)
 
 READ = """
 import resource, sys
-from labs.parts.profiling import clock, timeline_page, traces
+from labs.common.profiling import clock, timeline_page, traces
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 merged = clock.merge([traces.read(sys.argv[1])])
 timeline_page.write_chrome(merged, [sys.argv[1]], sys.argv[1] + ".merged")

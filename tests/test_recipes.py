@@ -22,7 +22,7 @@ from forked import Forks
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from labs.parts.profiling import shares
+from labs.common.profiling import shares
 
 pytestmark = pytest.mark.timeout(300)  # three starts of torch, on a machine that may be busy with other things
 

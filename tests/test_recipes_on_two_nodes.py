@@ -12,7 +12,7 @@ from machines import SRUN, Pod, quoted, slurm
 from processes import MARK, wait_for
 from test_cluster import BATCH, CLUSTER, as_the_operator_does, machines, manifests, worker  # noqa: F401  (a fixture)
 
-from labs.parts.checkpoints.resume import differences
+from labs.common.checkpoints.resume import differences
 
 STEPS = 400
 OPTIONS = ["--cpu", "--steps", str(STEPS), "--log-every", "5", "--save-every", "50", "--batch-size", "64"]

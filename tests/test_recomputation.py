@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from labs.common import models
+from labs.common.activation_memory.allocator import Storages
+from labs.common.memory import saved_tensors
+from labs.common.memory.recomputation import blocks, by_hand, recompute, segment_bounds, segments, stages
+from labs.common.models import Workload, large_models
+from labs.common.models.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
+from labs.common.models.text_models import char_gpt
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
-from labs.parts import models
-from labs.parts.activation_memory.allocator import Storages
-from labs.parts.memory import saved_tensors
-from labs.parts.memory.recomputation import blocks, by_hand, recompute, segment_bounds, segments, stages
-from labs.parts.models import Workload, large_models
-from labs.parts.models.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
-from labs.parts.models.text_models import char_gpt
 
 SHAPE = BertShape(layers=4, hidden=32, heads=2, vocabulary=64, places=16)
 MODELS = {

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from labs.parts import models
-from labs.parts.data_parallel import scaling
-from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
+from labs.common import models
+from labs.common.data_parallel import scaling
+from labs.common.data_parallel.replicas import ThreadedDataParallel, nbytes
 
 
 def flat(module):

@@ -133,7 +133,7 @@ def test_broken_things_get_a_no_go_that_names_them(tmp_path):
     for name in ("README.md", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "notebooks/01_timing.ipynb").unlink()
-    (tmp_path / "labs/data/moby_dick.txt").write_text("Call me Ishmael!")
+    (tmp_path / "labs/common/data/moby_dick.txt").write_text("Call me Ishmael!")
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: file too short')")
     environment = processes.new_environment(PYTHONPATH=str(tmp_path))
     with socket.socket() as s:

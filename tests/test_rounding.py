@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from labs.common.precision import rounding
 from labs.kit.record import Record, Records
-from labs.parts.precision import rounding
 
 
 def one_layer(dtype):

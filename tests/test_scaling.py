@@ -1,10 +1,10 @@
-"""The closed forms of labs.parts.data_parallel.scaling against numbers worked out by hand."""
+"""The closed forms of labs.common.data_parallel.scaling against numbers worked out by hand."""
 
 import math
 
 import pytest
 
-from labs.parts.data_parallel import scaling
+from labs.common.data_parallel import scaling
 
 EPOCH_S = {1: 12.5, 2: 7.8, 3: 6.2, 4: 5.1}  # the article's table, seconds per epoch
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from labs import scaling_model
 from labs.chapters.nb08 import explorer, figures_scaling
+from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.common.planning import blind_test, scaling
+from labs.common.planning.parallel_cost import Job, Machine, Plan, cost
+from labs.common.planning.scaling import INFINITE, Cluster, Group, Link, Work, all_reduce_s, gather_s, step
+from labs.common.sources import published
 from labs.kit import hardware
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.planning import blind_test, scaling
-from labs.parts.planning.parallel_cost import Job, Machine, Plan, cost
-from labs.parts.planning.scaling import INFINITE, Cluster, Group, Link, Work, all_reduce_s, gather_s, step
-from labs.parts.sources import published
 from labs.scaling_model import Config
 
 NVLINK, NETWORK = Link(200e9, 5e-6), Link(20e9, 10e-6)

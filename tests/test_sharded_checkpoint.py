@@ -14,7 +14,7 @@ from labs import sharded_checkpoint
 from labs.kit.errors import BadInput
 from labs.kit.fork_server import guarded_folder
 from labs.kit.launch import launch, run_on_ranks
-from labs.parts.elastic import damage
+from labs.sharded_checkpoint import damage
 
 
 def again(ranks, folder):
@@ -91,7 +91,7 @@ def interrupted(folder: str) -> list[bool]:
 
     import torch.distributed as dist
 
-    from labs.parts.elastic import shards
+    from labs.sharded_checkpoint import shards
 
     state, there = {"model": {"x": __import__("torch").ones(3)}}, []
     with mock.patch.object(shards, "seal", side_effect=KeyError("killed here")):
@@ -115,7 +115,7 @@ def sums_damaged(folder: str) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from labs.parts.elastic import shards
+    from labs.sharded_checkpoint import shards
 
     state, place = {"model": {"x": torch.ones(3)}}, Path(folder) / "a"
     shards.save(state, place)

@@ -9,12 +9,12 @@ import pytest
 
 from labs import slowest_rank as lab
 from labs.chapters.nb08 import figures_efficiency as figures
+from labs.common.checkpoints import checkpoint_interval
+from labs.common.planning import slowest
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.checkpoints import checkpoint_interval
-from labs.parts.planning import slowest
 
 DRAWS = 200_000
 

@@ -16,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
-from labs.kit import hardware
-from labs.kit.errors import BadInput
-from labs.parts.planning import blind_test, calibration, scaling
-from labs.parts.planning.parallel_cost import (
+from labs.common.planning import blind_test, calibration, scaling
+from labs.common.planning.parallel_cost import (
     NEAR,
     OTHERWISE,
     Job,
@@ -33,7 +31,9 @@ from labs.parts.planning.parallel_cost import (
     shape,
     states_bytes,
 )
-from labs.parts.sharding.fake_ranks import fake_job
+from labs.kit import hardware
+from labs.kit.errors import BadInput
+from labs.many_ranks.fake_ranks import fake_job
 from labs.strategy import Config, advise, main
 
 JOB = Job(parameters=1e9, batch=32, seq=1024, layers=20, hidden=2048, vocabulary=1000)

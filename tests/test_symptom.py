@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from labs.parts.faults import chart, drills
+from labs.symptom import catalog, drills
 
-ROWS = {row.name: row for row in chart.rows()}
-DRILLS = {row.drill: row for row in chart.rows() if row.drill}
+ROWS = {row.name: row for row in catalog.rows()}
+DRILLS = {row.drill: row for row in catalog.rows() if row.drill}
 SLOW = set(
     """no_main_guard lambda_in_dataset hidden_gpus few_files no_such_launcher no_such_version no_compiler compiled_again
     not_compilable long_dash file_too_large start_method_twice daemon_with_children unknown_host slow_worker
@@ -25,7 +25,7 @@ TEXTS = Path(__file__).parent / "public_error_texts.toml"
 
 
 def test_commands_name_labs_that_are_there():
-    for row in chart.rows():
+    for row in catalog.rows():
         for lab in re.findall(r"labs\.(\w+)", f"{row.command} {row.ask} {row.cure}"):
             assert (LABS / f"{lab}.py").exists(), (row.name, lab)
 
@@ -41,16 +41,16 @@ def test_a_drill_shows_its_message_and_the_cure_ends_it(name):
     if name in LINUX and sys.platform != "linux":
         pytest.skip("needs Linux")
     row = DRILLS[name]
-    found = chart.search(drills.seen(name, cured=False))
+    found = catalog.search(drills.seen(name, cured=False))
     assert found and found[0].row.name == row.name, found
-    cured = chart.search(drills.seen(name, cured=True))
+    cured = catalog.search(drills.seen(name, cured=True))
     assert row.name not in [f.row.name for f in cured], cured
 
 
 def test_words_of_the_chart_find_their_row():
-    for row in chart.rows():
+    for row in catalog.rows():
         for phrase in row.see:
-            assert chart.search(phrase)[0].row.name == row.name, phrase
+            assert catalog.search(phrase)[0].row.name == row.name, phrase
 
 
 TIMED_OUT = (
@@ -92,7 +92,7 @@ NO_ANSWER = (
     ],
 )
 def test_a_cause_comes_first_however_long_the_message_of_what_follows(text, row):
-    assert chart.search(text)[0].row.name == row
+    assert catalog.search(text)[0].row.name == row
 
 
 @pytest.mark.parametrize("escape", ["\x1b", ""])
@@ -108,7 +108,7 @@ def test_a_cause_comes_first_however_long_the_message_of_what_follows(text, row)
 )
 def test_colours_of_a_terminal_hide_no_error(text, row, escape):
     """Python 3.13 puts them around the kind of an exception; a page or an editor may drop the escape alone."""
-    found = chart.search(text.replace("<", escape).replace(">", ""))
+    found = catalog.search(text.replace("<", escape).replace(">", ""))
     assert found[0].row.name == row and "[0m" not in found[0].line
 
 
@@ -127,7 +127,7 @@ def test_colours_of_a_terminal_hide_no_error(text, row, escape):
     ],
 )
 def test_no_row_is_better_than_a_wrong_one(text):
-    assert chart.search(text) == []
+    assert catalog.search(text) == []
 
 
 def told(*arguments, text=None):
@@ -175,7 +175,7 @@ def test_messages_that_people_posted_find_their_row():
     """How well it did before it knew these texts stands in the file."""
     texts = tomllib.loads(TEXTS.read_text("utf-8"))["text"]
     assert {t["row"] for t in texts} <= {*ROWS, "none"}
-    first = [(t["row"], next((f.row.name for f in chart.search(t["shown"])), "none"), t["url"]) for t in texts]
+    first = [(t["row"], next((f.row.name for f in catalog.search(t["shown"])), "none"), t["url"]) for t in texts]
     known = [said for said in first if said[0] != "none"]
     missed = [said for said in known if said[0] != said[1]]
     assert len(known) >= 200 and len(missed) <= 0.08 * len(known), missed

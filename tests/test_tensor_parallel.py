@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from labs import tensor_parallel
+from labs.common.sharding import blocks
+from labs.common.sharding.blocks import Attention, Mlp
+from labs.common.sharding.tensor import CopyToRanks, by_hand, gradient_error, share
+from labs.common.sharding.traffic import HEADER_BYTES, sent_bytes
+from labs.common.timing.collectives import LatencyBandwidth
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
-from labs.parts.sharding import blocks
-from labs.parts.sharding.blocks import Attention, Mlp
-from labs.parts.sharding.tensor import CopyToRanks, by_hand, gradient_error, share
-from labs.parts.sharding.traffic import HEADER_BYTES, sent_bytes
-from labs.parts.timing.collectives import LatencyBandwidth
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 4])
@@ -70,7 +70,7 @@ def test_rows_that_ddp_and_the_pipeline_cannot_share():
 
 
 def test_block_made_of_halves_computes_the_same():
-    from labs.parts import models
+    from labs.common import models
 
     torch.manual_seed(0)
     ours, theirs = blocks.char_gpt(seed=3), models.make("char_gpt", 3)
@@ -151,7 +151,7 @@ def _error_without(function):
     """Relative gradient error of a block when the backward of f, or the forward of g, leaves out its sum."""
     import torch.distributed as dist
 
-    from labs.parts.sharding.tensor import SumOverRanks
+    from labs.common.sharding.tensor import SumOverRanks
 
     if function == "f":
         CopyToRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))

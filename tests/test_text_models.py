@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from labs.data import moby_dick
-from labs.parts import models
-from labs.parts.models import text_models
+from labs.common import models
+from labs.common.data import moby_dick
+from labs.common.models import text_models
 
 
 @pytest.fixture(scope="module")

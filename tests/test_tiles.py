@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from labs import data
-from labs.data import derived
-from labs.data import tiles as module
-from labs.data.tiles import box, tiles
+from labs.common import data
+from labs.common.data import derived
+from labs.common.data import tiles as module
+from labs.common.data.tiles import box, tiles
 from labs.kit.errors import BadInput
 
 SIZE = (64, 48)
@@ -108,7 +108,7 @@ def names(folder):
 
 KILLED = """
 import os, signal, sys
-from labs.data.tiles import tiles
+from labs.common.data.tiles import tiles
 tiles(12, (64, 48), folder=sys.argv[1], progress=lambda done, total: done == 3 and os.kill(os.getpid(), signal.SIGKILL))
 """
 
@@ -136,7 +136,7 @@ def test_an_interrupted_cut_leaves_nothing(tmp_path, error):
 
 COUNTING = """
 import sys
-from labs.data.tiles import tiles
+from labs.common.data.tiles import tiles
 print(sum(1 for _ in tiles(90, (64, 48), folder=sys.argv[1], progress=lambda done, total: print("cut")).paths))
 """
 

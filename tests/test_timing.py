@@ -11,13 +11,13 @@ from processes import PYTHON, new_environment
 from torch import Tensor, nn
 
 from labs import timing
+from labs.common import models
+from labs.common.models import Workload
+from labs.common.timing.benchmark_loop import RUNGS, WAITS
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.models import Workload
-from labs.parts.timing.benchmark_loop import RUNGS, WAITS
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
@@ -145,7 +145,7 @@ def test_fast_steps_are_timed_several_at_a_time():
 
 def test_the_loop_runs_when_asked_for():
     assert timing.Config().loop_repeats == 6 and timing.Config(smoke=True).loop_repeats == 1
-    own = "labs.parts.models:mlp"
+    own = "labs.common.models:mlp"
     assert timing.Config(model=own).loop_repeats == 0 and timing.Config(model=own, repeats=3).loop_repeats == 3
     assert timing.Config(repeats=0, smoke=True).loop_repeats == 0
 

@@ -15,7 +15,7 @@ from processes import MARK, PYTHON, assert_no_survivors, new_environment
 from labs import training_checkpoint
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
-from labs.parts.checkpoints import corruption
+from labs.training_checkpoint import corruption
 
 Config = training_checkpoint.Config
 ALL_PARTS = {"losses", "model", "optimizer", "scheduler", "scaler", "data", "random"}
@@ -105,10 +105,10 @@ def train_in_a_new_process(folder, first, last):
     import torch
     import torch.distributed as dist
 
-    from labs.data import fashion
+    from labs.common.checkpoints import load_latest, save
+    from labs.common.checkpoints.training import Training
+    from labs.common.data import fashion
     from labs.kit.rank import Rank
-    from labs.parts.checkpoints import load_latest, save
-    from labs.parts.checkpoints.training import Training
 
     torch.manual_seed(os.getpid())  # what a new process has not from the old one must not matter
     rank = Rank(dist.get_rank(), dist.get_world_size(), 0, 1, torch.device("cpu"), "gloo", ())
@@ -125,8 +125,8 @@ def train_in_a_new_process(folder, first, last):
 
 
 def test_new_processes_go_on_bit_for_bit(tmp_path):
-    from labs.parts.checkpoints import load_latest
-    from labs.parts.checkpoints.resume import differences
+    from labs.common.checkpoints import load_latest
+    from labs.common.checkpoints.resume import differences
 
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     expected = run_on_ranks(train_in_a_new_process, 2, whole, 0, 30)

@@ -13,17 +13,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from labs import tune_dataloader as lab
 from labs.chapters.nb02 import figures
+from labs.common.loading.feed import Feed, expected
 from labs.kit import plot
 from labs.kit.check import Prediction
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.parts.loading.feed import Feed, expected
-from labs.parts.tuning import rules, search, tune_dataloader, untried
-from labs.parts.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
-from labs.parts.tuning.report import Tuning
-from labs.parts.tuning.rules import Setting
+from labs.tune_dataloader import rules
+from labs.tune_dataloader.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
+from labs.tune_dataloader.report import Tuning
+from labs.tune_dataloader.rules import Setting
+from labs.tune_dataloader.search import search, tune_dataloader, untried
 
 CPU = torch.device("cpu")
 

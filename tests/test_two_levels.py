@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from labs import two_levels
 from labs.chapters.nb08 import editable, figures_levels
+from labs.common.communication import wire
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.communication import two_levels as levels
-from labs.parts.communication import wire
-from labs.parts.communication.two_levels import Nodes
+from labs.two_levels import two_levels as levels
+from labs.two_levels.two_levels import Nodes
 
 STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
 NOISY = (0.5, 1.6, 0.7, 1.4, 0.6, 1.5)

@@ -14,8 +14,8 @@ from labs import two_nodes
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.parts.nodes import settings
-from labs.parts.nodes.settings import WRONG, first_telling_line, meet_at
+from labs.two_nodes import settings
+from labs.two_nodes.settings import WRONG, first_telling_line, meet_at
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
@@ -168,7 +168,7 @@ def test_killing_the_lab_leaves_no_process_and_no_folder(who):
     )
     try:
         wait_for(lambda: list(temporary.glob("labs-*/torchrun-*-on-1.log")), 90, "a torchrun")
-        server = next(p for p in family(environment[MARK]) if "labs.parts.nodes.node_server" in p.cmdline())
+        server = next(p for p in family(environment[MARK]) if "labs.two_nodes.node_server" in p.cmdline())
         os.kill(launcher.pid if who == "launcher" else server.ppid(), signal.SIGKILL)
         launcher.wait(timeout=250)
         assert_no_survivors(environment[MARK])

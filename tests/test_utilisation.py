@@ -8,10 +8,10 @@ from again import holds_soon
 from fakes import FakeNvml, card
 
 from labs import utilisation
+from labs.common.timing import busy
+from labs.common.timing.roofline import Work
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts.timing import busy
-from labs.parts.timing.roofline import Work
 
 ALL = ["large products", "small products", "memory traffic", "one number at a time", "waiting for data"]
 HERE = "CPU time of the process"

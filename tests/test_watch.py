@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
-from labs import watch
+from labs.hang_clinic.hangs import HANGS as HANGS_OF_THE_LAB
 from labs.kit.errors import BadInput
-from labs.parts.faults import evidence, movement
-from labs.parts.faults.hangs import HANGS as HANGS_OF_THE_LAB
-from labs.parts.faults.movement import Counted, Counts, Movement
-from labs.parts.faults.watchman import Board, Watchman
-from labs.parts.nodes.place import Place
+from labs.kit.place import Place
+from labs.watch import __main__ as watch
+from labs.watch import evidence, movement
+from labs.watch.movement import Counted, Counts, Movement
+from labs.watch.watchman import Board, Watchman
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE_S = 3
@@ -258,7 +258,7 @@ def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_well_leaves_nothing(run, tmp_path):
     """Though its last moment meets a call of the store in the watching thread, which here never does anything else."""
-    code, out, err = run("sys.modules['labs.parts.faults.watchman'].LOOKS = 1e9\n    train(rank)")
+    code, out, err = run("sys.modules['labs.watch.watchman'].LOOKS = 1e9\n    train(rank)")
     assert code == 0 and sorted(out.splitlines()) == ["rank 0 has ended", "rank 1 has ended"], err
     assert watch.PROG not in err and not (tmp_path / "debug").exists()
 
@@ -303,7 +303,7 @@ def test_an_error_has_the_evidence_of_all_ranks(run, tmp_path):
     code, _, err = run("train(rank, lambda rank, step: 1 / 0 if (rank, step) == (1, 3) else None)")
     ends = [json.loads((tmp_path / "debug" / f"rank{rank}.end.json").read_text()) for rank in (0, 1)]
     assert code == 1 and ends[1]["error"] == "ZeroDivisionError: division by zero" and ends[1]["exit_code"] == 1
-    assert "labs/watch.py" not in ends[1]["traceback"] and "train.py" in ends[1]["traceback"]
+    assert "labs/watch/__main__.py" not in ends[1]["traceback"] and "train.py" in ends[1]["traceback"]
     assert "ZeroDivision" not in ends[0]["error"], "rank 0 says where it was, or that its peer is gone"
     assert err.count("rank 1 has failed (ZeroDivisionError: division by zero)") == 1 and "no rank has moved" not in err
 
@@ -375,7 +375,7 @@ def test_a_slow_recipe_is_not_called_hung(run, tmp_path, number):
 
 PROGRAM = """
     import sys, torch.distributed as dist
-    from labs.parts.faults.hangs import HANGS
+    from labs.hang_clinic.hangs import HANGS
     dist.init_process_group("gloo")
     HANGS[sys.argv[1]].program(dist.get_rank(), 1, False)
     dist.barrier()

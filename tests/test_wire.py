@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from labs.common.data_parallel import wire
+from labs.common.data_parallel.wire import sent_by, tcp_sent_bytes
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank
-from labs.parts.data_parallel import wire
-from labs.parts.data_parallel.wire import sent_by, tcp_sent_bytes
 
 pytestmark = pytest.mark.skipif(
     not (hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")), reason="needs Linux"

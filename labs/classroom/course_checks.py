@@ -144,7 +144,7 @@ def damaged_data(root: Path) -> tuple[tuple[str, ...], int]:
     folder = root / "labs" / "data"
     sums = [line.split() for line in (folder / "SHA256SUMS").read_text("ascii").splitlines()]
     names = {name.removeprefix("./"): digest for digest, name in sums}
-    bad = [f"labs/data/{name}" for name, digest in names.items() if _sha256(folder / name) != digest]
+    bad = [f"labs/common/data/{name}" for name, digest in names.items() if _sha256(folder / name) != digest]
     return tuple(bad), len(names)
 
 

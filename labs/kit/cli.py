@@ -158,7 +158,8 @@ def closed_pipe_is_no_error() -> Iterator[None]:
 def main() -> None:
     """Entry point of every lab module: launches ranks, or is one when torchrun has set RANK."""
     spec = sys.modules["__main__"].__spec__
-    full = spec.name if spec else Path(sys.argv[0]).stem  # `python -m package.lab`, or `python lab.py` in its folder
+    # `python -m package.lab`, or `python lab.py` in its folder
+    full = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
     name, prog = short_name(full), f"python -m {full}"
     try:
         lab = lab_module(name)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = 12
 SHEETS = re.compile(r"^(?:changes|command) = .*\n", re.MULTILINE)
 """What claims.toml holds for notebook 11 and labs.claims alone."""
-DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
+DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/common/data/SHA256SUMS")  # read by code that cells run
 
 
 def course(root: Path = ROOT) -> str:

@@ -43,8 +43,20 @@ def _is_there(full: str) -> bool:
 
 
 def _no_lab(name: str) -> str:
-    known = sorted(p.stem for p in (Path(__file__).parents[1]).glob("*.py") if "\ndef run(config" in p.read_text())
+    known = [name for name, path in experiments().items() if "\ndef run(config" in path.read_text()]
     return f"there is no lab {name!r}: {did_you_mean(name, known)}The labs are {', '.join(known)}."
+
+
+def experiments(labs: Path = Path(__file__).parents[1]) -> dict[str, Path]:
+    """What can be run as `python -m labs.NAME`: each name, sorted, and the file that describes it.
+
+    A folder that can be run has a __main__.py. The larger of that and __init__.py describes it.
+    """
+    files = {p.stem: p for p in labs.glob("[!_]*.py")}
+    for main in labs.glob("*/__main__.py"):
+        package = main.with_name("__init__.py")
+        files[main.parent.name] = max(package, main, key=lambda path: path.stat().st_size)
+    return dict(sorted(files.items()))
 
 
 def short_name(full: str) -> str:

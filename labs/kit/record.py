@@ -194,6 +194,10 @@ def write_atomic(path: Path, text: str) -> Path:
     return path
 
 
+MOVED = {b"labs.parts.precision.loss_": b"labs.loss_scaling.loss_", b"labs.parts.": b"labs.common."}
+"""Names of models in committed records, which never change, and where their code is now."""
+
+
 def load(path: str | os.PathLike) -> Records:
     """Records of a JSON lines file; what was measured when it was written is now `recorded`.
 
@@ -202,6 +206,8 @@ def load(path: str | os.PathLike) -> Records:
     records, header = [], None
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         where = f"{path}, line {number}"
+        for old, new in MOVED.items():
+            line = line.replace(old, new)
         row = _object(line, where)
         if "provenance" in row:
             header = row["provenance"]

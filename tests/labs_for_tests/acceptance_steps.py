@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-from labs.parts.acceptance.evidence import Cannot, Evidence, Verdict, passed
-from labs.parts.acceptance.steps import Step
+from labs.gpu_acceptance.evidence import Cannot, Evidence, Verdict, passed
+from labs.gpu_acceptance.steps import Step
 
 
 def fine(setting):

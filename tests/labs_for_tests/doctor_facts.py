@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from labs import doctor
+from labs.doctor import __main__ as doctor
 
 
 def tell(facts, wanted, machine, hits):

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import TensorDataset
 
-from labs.parts import models
+from labs.common import models
 
 
 def model():

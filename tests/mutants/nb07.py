@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from labs.all_reduce_anatomy import ring
 from labs.chapters.nb07 import solutions as solution
-from labs.parts.communication import ring
 
 
 def _swap(x, partner):

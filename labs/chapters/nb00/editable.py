@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from labs.common.timing.probing import memory_steps
 from labs.kit import measure
 from labs.kit.launch import run_on_ranks
-from labs.parts.timing.probing import memory_steps
 
 ROUNDS, CALLS, ARRAY_BYTES = 8, 8, 64 * 2**20
 NEAR = 1.3  # caches make a larger difference than that; another way to write the same loop does not

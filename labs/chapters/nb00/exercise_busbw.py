@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labs.common.timing import collectives
 from labs.kit.answers import number, on_ranks
 from labs.kit.check import Mistake
 from labs.kit.failure import RankFailed
-from labs.parts.timing import collectives
 
 CASES = ((3, 3 * 2**18, 1.0), (2, 2**20, 0.4))
 """(ranks, bytes, what the checker adds to the first all-reduce on a rank in s).

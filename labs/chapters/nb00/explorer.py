@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from labs.chapters.nb00.figures_limits import roof
+from labs.common import models
+from labs.common.models import Workload
+from labs.common.timing.limits import FORMATS
+from labs.common.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte, training_step_work
 from labs.kit import hardware
 from labs.kit.errors import BadInput
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import curve, figure, log_axes, plain_number, points
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.models import Workload
-from labs.parts.timing.limits import FORMATS
-from labs.parts.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte, training_step_work
 
 LAYER = 4096  # features in and out of the single linear layer
 ITEMSIZE = {"FP32": 4, "TF32": 4, "BF16": 2, "FP16": 2}  # bytes; TF32 is FP32 in memory

@@ -13,6 +13,9 @@ import pandas
 import torch
 
 from labs import hardware_probe
+from labs.common.sources import on_gpus
+from labs.common.timing import collectives, limits
+from labs.common.timing.limits import FORMATS
 from labs.kit import hardware, host, preflight
 from labs.kit.check import Prediction
 from labs.kit.display import say
@@ -21,9 +24,6 @@ from labs.kit.monitor import DISTURBED_PERCENT, Monitor, Trace
 from labs.kit.plot import bars, curve, figure, log_axes, plain_number, points, prediction, show
 from labs.kit.preflight import as_text, gather
 from labs.kit.record import Record, Records
-from labs.parts.sources import on_gpus
-from labs.parts.timing import collectives, limits
-from labs.parts.timing.limits import FORMATS
 
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4  # an image batch in FP32
 

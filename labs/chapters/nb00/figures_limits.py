@@ -5,15 +5,15 @@ from __future__ import annotations
 import pandas
 
 from labs.chapters.nb00.figures import _decades
+from labs.common.timing import limits
+from labs.common.timing.limits import FORMATS, Pass
+from labs.common.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte
 from labs.kit import hardware
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate
 from labs.kit.plot import BLUE, SERIES, bars, curve, figure, log_axes, name_points, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.timing import limits
-from labs.parts.timing.limits import FORMATS, Pass
-from labs.parts.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte
 
 
 def roof(run: Records) -> tuple[float, float]:

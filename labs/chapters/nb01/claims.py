@@ -62,7 +62,7 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     run = next((r for r in runs(evidence, "timing", "step_flop") if model_of(r) == "article"), None)
     if run is None:
-        raise LookupError("launch('timing', model='labs.parts.timing.benchmark_loop:article') has not been run")
+        raise LookupError("launch('timing', model='labs.common.timing.benchmark_loop:article') has not been run")
     flop, peak = run.one("step_flop").value, run.one("peak_flop_s").value
     step = (run.where("step_s", mode="no_sync") or run.where("step_s", mode="train"))[0]
     mfu = estimate([100 * flop / (peak * s) for s in step.samples], "%")

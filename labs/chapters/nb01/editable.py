@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from labs.common.timing.streams import DeviceStream, EmulatedStream, open_stream
 from labs.kit.launch import run_on_ranks
-from labs.parts.timing.streams import DeviceStream, EmulatedStream, open_stream
 
 Clock = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, "DeviceStream | EmulatedStream"], float]
 

@@ -7,6 +7,7 @@ import math
 import statistics
 
 from labs import measure_validation, timing
+from labs.common.sources import on_gpus
 from labs.kit.check import Prediction
 from labs.kit.claims import model_of, within
 from labs.kit.display import say
@@ -14,7 +15,6 @@ from labs.kit.evidence import launches
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio, steady_from
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.sources import on_gpus
 
 RUNGS = {
     "as printed": "as printed",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from labs.common.loading.rates import counted, quotient
 from labs.kit.claims import GAIN, last, pairs, percent
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.parts.loading.rates import counted, quotient
 
 WAITS = 5.0  # % of the time from which on a device waits for data
 PLAIN = {"way", "model", "workers", "batch"}  # the case of a run whose other settings are those of DataLoader

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+from labs.common.loading.feed import any_number_of_workers
 from labs.kit.launch import run_on_ranks
-from labs.parts.loading.feed import any_number_of_workers
 
 
 def compare_draws(epoch: Callable[[], list[float]], ranks: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from labs.common.loading.feed import any_number_of_workers, running
 from labs.kit.check import Mistake
-from labs.parts.loading.feed import any_number_of_workers, running
 
 Function = Callable[..., Any]
 WAIT_S = 15.0

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from labs.chapters.nb02.exercise_loader import WAIT_S
+from labs.common.loading.feed import running
 from labs.kit.check import Mistake
-from labs.parts.loading.feed import running
 
 Function = Callable[..., Any]
 ITEMS, BATCH, RANKS, EPOCHS, WORKERS, SEED = 24, 4, 2, 2, 2, 11

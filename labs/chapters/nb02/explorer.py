@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from labs import loader_traps
+from labs.common.loading.feed import expected, expected_on_cores
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure
-from labs.parts.loading.feed import expected, expected_on_cores
-from labs.parts.tuning.rules import CLOSE
+from labs.tune_dataloader.rules import CLOSE
 
 MOST = 16  # workers
 ITEMS = {"compute (decode JPEG)": "compute", "wait (disk, network)": "sleep"}

@@ -7,13 +7,13 @@ import math
 import pandas
 
 from labs import dataloader, tune_dataloader
+from labs.common.loading.rates import compared, counted, may_be_equal
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
 from labs.kit.record import Record, Records
-from labs.parts.loading.rates import compared, counted, may_be_equal
-from labs.parts.tuning.report import Tuning
+from labs.tune_dataloader.report import Tuning
 
 MODELS = {"light": "light model", "even": "even model", "heavy": "heavy model"}
 

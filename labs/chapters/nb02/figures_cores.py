@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from labs import loader_cores
+from labs.common.loading.rates import counted
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import paired_ratio, verdict
 from labs.kit.plot import SERIES, bars, curve, figure, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.loading.rates import counted
 
 
 def needed(run: Records, guess: Prediction) -> None:

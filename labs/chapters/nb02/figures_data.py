@@ -235,7 +235,7 @@ def neutral(words: str) -> str:
     words = re.sub(r"process \d+", "process N", words)
     words = re.sub(r"/?(?:[\w.-]+/)+([\w-]+\.\w+)", r"\1", words)
     words = re.sub(r"</torch_[\w]+>", "<...>", words)
-    return words.removeprefix("labs.parts.loading.named_items.").strip()
+    return words.removeprefix("labs.common.loading.named_items.").strip()
 
 
 TIMEOUT = " (the timeout that was set here: by default it waits for ever)"

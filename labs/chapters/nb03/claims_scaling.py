@@ -8,13 +8,13 @@ import statistics
 from collections.abc import Sequence
 
 from labs import crossover, data_parallel
+from labs.common import models
+from labs.common.sources.published import rtx_4090_epochs
+from labs.common.timing.collectives import LatencyBandwidth, fit
+from labs.common.timing.roofline import training_step_work
 from labs.kit.claims import Verdict, cannot_tell, depends, in_general, judged, only_on, verdict
 from labs.kit.measure import Estimate, paired_ratio, unpaired_ratio
 from labs.kit.record import Records
-from labs.parts import models
-from labs.parts.sources.published import rtx_4090_epochs
-from labs.parts.timing.collectives import LatencyBandwidth, fit
-from labs.parts.timing.roofline import training_step_work
 
 MOSTLY, MORE = 0.5, 0.05  # of the differences between speed-ups: explained by both, and more than by one of the two
 

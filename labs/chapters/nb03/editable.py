@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from labs.data import fashion_mnist
+from labs.common.data import fashion_mnist
 
 
 def images(count: int = 256) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from labs.chapters.nb03 import solutions as solution
+from labs.common.data_parallel.gradient_buckets import counting_all_reduce
 from labs.kit import answers
 from labs.kit.answers import number, on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.failure import RankFailed
-from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
 
 Function = Callable[..., Any]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.common.timing.collectives import LatencyBandwidth, fit
 from labs.crossover import predict
 from labs.kit import hardware
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure, ideal, log_axes, plain_number
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 RANKS = powers(2, 64)
 HERE = "this machine, measured"

@@ -6,13 +6,13 @@ import pandas
 from matplotlib.ticker import NullLocator
 
 from labs import data_parallel, ddp_parity
+from labs.common import models
+from labs.common.timing.roofline import training_step_work
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, points, prediction, show
 from labs.kit.record import Records
-from labs.parts import models
-from labs.parts.timing.roofline import training_step_work
 
 NAMES = {"copies": "copies that never talk", "ddp": "DDP", "dp": "DataParallel"}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from labs import ddp_overlap
+from labs.common.data_parallel import step_timeline
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.plot import show
 from labs.kit.record import Records
-from labs.parts.data_parallel import step_timeline
 
 
 def timeline(run: Records, guess: Prediction) -> None:

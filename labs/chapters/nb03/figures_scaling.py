@@ -6,13 +6,13 @@ import pandas
 
 from labs import crossover, data_parallel
 from labs.chapters.nb03.figures import ranks_of
+from labs.common.data_parallel import scaling
+from labs.common.sources.published import rtx_4090_epochs
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, curve, figure, heat_map, ideal, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.data_parallel import scaling
-from labs.parts.sources.published import rtx_4090_epochs
 
 
 def table_fit() -> pandas.DataFrame:

@@ -8,12 +8,13 @@ from itertools import pairwise
 from labs import amp_memory
 from labs.chapters.nb04 import claims_amp as amp
 from labs.chapters.nb04 import claims_amp_step as amp_step
+from labs.chapters.nb04 import published_speed
+from labs.common.sources import on_gpus
 from labs.kit.claims import Verdict, depends, judged, last, only_on, verdict, within, word
 from labs.kit.claims import ends as ends_of
 from labs.kit.measure import Estimate, differs
 from labs.kit.record import Records
-from labs.parts.precision import amp_report, matmul_ladder, published_speed
-from labs.parts.sources import on_gpus
+from labs.mixed_precision import amp_report, matmul_ladder
 
 ABOUT_20 = (15.0, 25.0)  # %
 ABOUT_50 = (45.0, 50.0)  # %, what "up to 50 %" must come to somewhere

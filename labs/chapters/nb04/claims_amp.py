@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from labs import amp_memory, amp_training
 from labs.amp_memory import NAMES, WHICH, Step
+from labs.common.precision.amp import NO_SCALING
 from labs.kit.claims import last, runs
 from labs.kit.measure import LEVEL, Estimate, estimate
 from labs.kit.record import Records
-from labs.parts.precision import amp_report
-from labs.parts.precision.amp import NO_SCALING
+from labs.mixed_precision import amp_report
 
 LEAST_SEEDS = 5
 

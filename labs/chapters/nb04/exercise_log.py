@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from labs.kit.check import Mistake
-from labs.parts.precision.loss_scaling_trial import SPIKE, perceptron
+from labs.loss_scaling.loss_scaling_trial import SPIKE, perceptron
 
 FINE, NO_ZERO_GRAD, CLIP_SCALED, NEW_SCALER = "fine", "no zero_grad", "clip before unscale_", "new scaler every step"
 DIAGNOSES = (FINE, NO_ZERO_GRAD, CLIP_SCALED, NEW_SCALER)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from labs.common.memory.bert_memory import largest_batch, predict
+from labs.common.models.large_models import BertShape
+from labs.common.oracle.fits import memory_bytes
 from labs.kit import hardware
 from labs.kit.explore import Menu, Slider, explore, powers, stacked
 from labs.kit.plot import SERIES, figure
-from labs.parts.memory.bert_memory import largest_batch, predict
-from labs.parts.models.large_models import BertShape
-from labs.parts.oracle.fits import memory_bytes
 
 COLORS = {
     "parameters": SERIES[0],

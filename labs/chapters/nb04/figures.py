@@ -11,15 +11,17 @@ import torch
 from matplotlib.ticker import NullLocator
 
 from labs import amp_training
+from labs.amp_training import number_formats
+from labs.chapters.nb04 import master_weights, published_speed
+from labs.common import models
+from labs.common.memory import saved_tensors
+from labs.common.sources import on_gpus
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import LEAST_ROUNDS, Estimate, estimate
 from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.memory import saved_tensors
-from labs.parts.precision import amp_report, master_weights, matmul_ladder, number_formats, published_speed
-from labs.parts.sources import on_gpus
+from labs.mixed_precision import amp_report, matmul_ladder
 
 FORMATS_BELOW = ("tf32", "bf16", "fp16")
 NAMES = {
@@ -207,7 +209,7 @@ def stored_text(found: dict[str, tuple[float, float]]) -> str:
     return f"{told}: at this learning rate rounding takes little away."
 
 
-EAGER_GPT = "labs.parts.models.text_models:char_gpt_eager"
+EAGER_GPT = "labs.common.models.text_models:char_gpt_eager"
 MODELS = {"cnn": "CNN", "char_gpt": "GPT", EAGER_GPT: "GPT, eager attention", "mlp": "MLP"}
 Speeds = dict[tuple[str, str], Estimate]
 

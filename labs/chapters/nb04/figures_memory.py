@@ -8,14 +8,14 @@ import pandas
 import torch
 
 from labs import amp_memory, autocast_ops, loss_scaling
+from labs.common.memory import bert_memory
+from labs.common.models.large_models import BertShape
+from labs.common.sources.published import stated
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.memory import bert_memory
-from labs.parts.models.large_models import BertShape
-from labs.parts.precision.loss_scaling_trial import ORDERS
-from labs.parts.sources.published import stated
+from labs.loss_scaling.loss_scaling_trial import ORDERS
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHAPES = {"eager": BertShape(), "sdpa": BertShape(attention="sdpa")}

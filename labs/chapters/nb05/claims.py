@@ -10,7 +10,7 @@ from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
 from labs.kit.claims import GB, Verdict, judged, last, only_on, size, verdict, within, word
 from labs.kit.record import Records
-from labs.parts.remedies.ways_out import HALF
+from labs.memory_remedies.ways_out import HALF
 
 GB_7, GB_11, GB_12, GB_24 = 7e9, 11e9, 12e9, 24e9
 USUAL = (1, 256)  # rows of a step: 256 is the batch of ResNet (arXiv 1512.03385) and of BERT (arXiv 1810.04805)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from labs.activation_checkpointing import report
 from labs.kit.claims import last, model_of, runs, size
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
-from labs.parts.activation_memory import report
 
 LAB = "activation_checkpointing"
 LEAST_ROUNDS = 5  # with fewer an interval says little

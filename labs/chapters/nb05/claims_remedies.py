@@ -7,7 +7,7 @@ from typing import NamedTuple
 from labs.kit.claims import last, ratio, size, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
-from labs.parts.remedies.ways_out import HALF, LEAN
+from labs.memory_remedies.ways_out import HALF, LEAN
 
 LAB = "memory_remedies"
 MICRO, AUTOCAST = "4 micro-batches", "bf16 autocast"

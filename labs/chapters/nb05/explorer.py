@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from functools import cache
 
+from labs.activation_checkpointing.splitting import at_peak, share_again, time_ratio
+from labs.chapters.nb05.bert_chain import bert_chain, optimizer_step_bytes
 from labs.chapters.nb05.figures import COLORS
+from labs.common.memory.bert_memory import parameter_count, predict
+from labs.common.memory.recomputation import segment_bounds
+from labs.common.models.large_models import BertShape
+from labs.common.oracle.fits import memory_bytes
 from labs.kit import hardware
 from labs.kit.explore import Menu, Slider, explore, powers, stacked
 from labs.kit.plot import figure
-from labs.parts.activation_memory.bert_chain import bert_chain, optimizer_step_bytes
-from labs.parts.activation_memory.segments import at_peak, share_again, time_ratio
-from labs.parts.memory.bert_memory import parameter_count, predict
-from labs.parts.memory.recomputation import segment_bounds
-from labs.parts.models.large_models import BertShape
-from labs.parts.oracle.fits import memory_bytes
 
 SHAPE = BertShape()
 ROOT = round(math.sqrt(SHAPE.layers))  # segments that make the sum of what is kept smallest: Chen et al. 2016

@@ -7,16 +7,16 @@ from typing import Any
 
 import pandas
 
+from labs.common.oracle.trace import CATEGORIES
+from labs.common.sources import on_gpus
+from labs.common.sources.published import stated
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
 from labs.kit.record import Record, Records
-from labs.parts.memory.chunked_loss import CONTEXT, WORDS
-from labs.parts.oracle import report as oracle_report
-from labs.parts.oracle.trace import CATEGORIES
-from labs.parts.sources import on_gpus
-from labs.parts.sources.published import stated
+from labs.memory_oracle import text as oracle_report
+from labs.memory_oracle.chunked_loss import CONTEXT, WORDS
 
 COLORS = {
     "parameters": SERIES[0],

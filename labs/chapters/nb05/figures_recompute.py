@@ -6,13 +6,13 @@ from typing import Any
 
 import pandas
 
+from labs.activation_checkpointing import report
+from labs.common.sources import on_gpus
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.activation_memory import report
-from labs.parts.sources import on_gpus
 
 MB, GB = 1e6, 1e9
 WAYS = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas
 
+from labs.common.checkpoints import checkpoint_interval
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, curve, figure, log_axes, prediction, show
 from labs.kit.record import Records
-from labs.parts.checkpoints import checkpoint_interval
 from labs.sharded_checkpoint import costs
 from labs.training_checkpoint import lost_in
 

@@ -6,10 +6,10 @@ import math
 
 from labs.chapters.nb06 import claims_parallel as parallel
 from labs.chapters.nb06 import claims_parts as parts
+from labs.common.sources.published import KERAS_NOT_CONNECTED
 from labs.kit.claims import GAIN, Verdict, ends, judged, verdict, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
-from labs.parts.sources.published import KERAS_NOT_CONNECTED
 
 LIFTED = 0.75  # of one device's memory on the fuller of two: with less, a model a third larger than one device fits
 STATED, ROUNDING = (1.7, 1.9), 0.05  # times; how far a number may be from one with a single decimal

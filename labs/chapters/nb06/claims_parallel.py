@@ -8,11 +8,11 @@ from itertools import product
 from typing import NamedTuple
 
 from labs import data_parallel as ddp
+from labs.common.sources import published
 from labs.kit.claims import last, pairs, runs
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
-from labs.parts.pipelines import analysis
-from labs.parts.sources import published
+from labs.pipeline_parallel import analysis
 
 PIPELINE, TENSOR, SHARDED = "pipeline_parallel", "tensor_parallel", "fully_sharded"
 NAIVE = "naive split"

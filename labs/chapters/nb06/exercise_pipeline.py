@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from labs.chapters.nb06 import solutions as solution
+from labs.common.pipelines import Chain, schedules
+from labs.common.pipelines.engine import Pipeline
+from labs.common.pipelines.schedules import Action
 from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake
-from labs.parts.pipelines import Chain, schedules
-from labs.parts.pipelines.engine import Pipeline
-from labs.parts.pipelines.schedules import Action
 
 Function = Callable[..., Any]
 Case = tuple[int, int, int]

@@ -8,9 +8,9 @@ from typing import Any
 from labs.chapters.nb06 import solutions as solution
 from labs.chapters.nb06.exercise_fsdp import check_sharded_linear
 from labs.chapters.nb06.exercise_pipeline import check_order
+from labs.common.pipelines import schedules
 from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Exercise, Mistake
-from labs.parts.pipelines import schedules
 
 Function = Callable[..., Any]
 

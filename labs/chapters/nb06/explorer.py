@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from labs.chapters.nb06.figures import COLORS
+from labs.common.pipelines import schedules
 from labs.kit.explore import Menu, Slider, explore
 from labs.kit.plot import figure, spans
-from labs.parts.pipelines import schedules
 
 WORK_S = 0.12  # forward and backward of the whole batch on one device: an example, which the knobs relate to
 FORWARD = 1 / 3  # of a step's operations; backward takes twice those of forward

@@ -7,13 +7,14 @@ import math
 import pandas
 from matplotlib.axes import Axes
 
+from labs.common.pipelines import schedules
+from labs.common.precision import rounding
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show, spans
 from labs.kit.record import Records
-from labs.parts.pipelines import analysis, schedules
-from labs.parts.precision import rounding
+from labs.pipeline_parallel import analysis
 
 NAMES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B"}
 COLORS = {"forward": SERIES[0], "backward": SERIES[2], "send": SERIES[3], "receive": SERIES[1], "idle": "#E3E3E3"}

@@ -1,4 +1,4 @@
-"""Figures and tables of notebook 06 about choosing a scheme: the cost model of labs.parts.planning.parallel_cost."""
+"""Figures and tables of notebook 06 about choosing a scheme: the cost model of labs.common.planning.parallel_cost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from labs.common.planning.parallel_cost import Plan
 from labs.kit.display import say
 from labs.kit.plot import GREY, SERIES, choice_map, figure, show
-from labs.parts.planning.parallel_cost import Plan
 from labs.strategy import Config, advise
 
 LINKS = {"10 Gbit Ethernet": 1.0, "PCIe 4.0 x16": 25.0, "NVLink 4": 400.0}  # GB/s in one direction: our round numbers

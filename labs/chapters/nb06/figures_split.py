@@ -5,12 +5,12 @@ from __future__ import annotations
 import pandas
 
 from labs import fully_sharded, tensor_parallel
+from labs.common.planning.parallel_cost import sent_per_parameter
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, TINTS, figure, log_axes, points, show
 from labs.kit.record import Records
-from labs.parts.planning.parallel_cost import sent_per_parameter
 
 WAYS = {
     "ddp": "DDP",

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import cache
 
 from labs import bucket_overlap, gradient_compression, slow_link
+from labs.common import models
+from labs.common.communication.wire import NO_PACE
+from labs.gradient_compression.compression import WAYS
 from labs.kit.claims import Verdict, depends, in_general, judged, last, size, verdict
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
-from labs.parts import models
-from labs.parts.communication.compression import WAYS
-from labs.parts.communication.wire import NO_PACE
 
 STATED = 10  # percent of the bytes that B18 leaves
 FLAT = 1.05  # up to which two numbers are the same

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labs.data import fashion_mnist
+from labs.common.data import fashion_mnist
 
 STEPS, ROWS = 150, 32
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from labs.common.data_parallel.scaling import ring_all_reduce_bytes
 from labs.kit.explore import Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure, ideal, log_axes
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 
 BANDWIDTHS_GB_S = [0.0125 * 2**k for k in range(16)]  # 100 Mbit/s to 410 GB/s
 BACKWARD = 2 / 3

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pandas
 
 from labs import all_reduce_anatomy, nccl_log
+from labs.all_reduce_anatomy.ring import snapshots
+from labs.common.sources.published import all_reduce_on_8_h200
+from labs.common.timing.collectives import bus_factor, fit
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.explore import Slider, explore
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
-from labs.parts.communication.ring import snapshots
-from labs.parts.sources.published import all_reduce_on_8_h200
-from labs.parts.timing.collectives import bus_factor, fit
 
 
 def ring_steps() -> None:

@@ -6,13 +6,13 @@ import pandas
 
 from labs import bucket_overlap, ddp_overlap
 from labs.chapters.nb07.figures import milliseconds
+from labs.common.communication import wire
+from labs.common.data_parallel import step_timeline
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs
 from labs.kit.plot import curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.communication import wire
-from labs.parts.data_parallel import step_timeline
 
 
 def timeline(run: Records, guess: Prediction) -> None:

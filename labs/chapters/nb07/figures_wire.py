@@ -7,14 +7,14 @@ from pathlib import Path
 import pandas
 
 from labs import gradient_compression, slow_link
+from labs.common.communication import wire
+from labs.common.communication.wire import NO_PACE
+from labs.gradient_compression.compression import WAYS
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records, load, provenance_line
-from labs.parts.communication import wire
-from labs.parts.communication.compression import WAYS
-from labs.parts.communication.wire import NO_PACE
 
 GUESSED = "powersgd_4"
 """The way whose gain on the slowest wire the learner guesses."""

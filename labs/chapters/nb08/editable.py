@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from labs.kit.rank import Rank
-from labs.parts.communication.two_levels import Nodes, sent_between, sent_by_level
+from labs.two_levels.two_levels import Nodes, sent_between, sent_by_level
 
 NODES, PER_NODE = 2, 2
 NUMBERS = 2**18  # 1 MiB

@@ -13,7 +13,7 @@ from labs.chapters.nb08.solution_levels import two_levels
 from labs.kit.answers import on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.rank import Rank
-from labs.parts.communication.two_levels import Nodes, sent_between, sent_by_level
+from labs.two_levels.two_levels import Nodes, sent_between, sent_by_level
 
 Function = Callable[..., Any]
 LAYOUTS = ((2, 2), (2, 3), (3, 2))  # (nodes, ranks per node)

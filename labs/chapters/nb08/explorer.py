@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from labs import cost
+from labs.common.planning import blind_test, scaling
+from labs.common.planning.parallel_cost import Plan
+from labs.common.planning.scaling import Cluster, Work
 from labs.kit import hardware
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure, ideal, log_axes
 from labs.kit.record import Record, Records
-from labs.parts.planning import blind_test, scaling
-from labs.parts.planning.parallel_cost import Plan
-from labs.parts.planning.scaling import Cluster, Work
 
 CARDS = tuple(s.gpu for s in hardware.specs() if s.link_gb_s and (s.tflops("bf16") or s.tflops("fp16")))
 NODES = powers(1, 1024)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pandas
 
 from labs import slowest_rank
+from labs.common.checkpoints import checkpoint_interval
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.plot import SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.checkpoints import checkpoint_interval
 
 DAY_S = checkpoint_interval.DAY_S
 

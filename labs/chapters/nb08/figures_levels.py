@@ -10,7 +10,7 @@ from labs.kit.display import say
 from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, bars, figure, prediction, show
 from labs.kit.record import Records
-from labs.parts.communication.two_levels import Nodes, crossings
+from labs.two_levels.two_levels import Nodes, crossings
 
 GUESSED = "hierarchical"
 """The way whose time the learner guesses, as a share of the flat all-reduce's."""

@@ -9,7 +9,7 @@ from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import SERIES, curve, figure, log_axes, prediction, show
 from labs.kit.record import Records
-from labs.parts.sharding.fake_ranks import CANNOT_SHOW
+from labs.many_ranks.fake_ranks import CANNOT_SHOW
 
 NAMES = {"ddp": "DDP", "fsdp": "FSDP2", "hsdp": "HSDP", "tensor": "tensor + data", "pipeline": "pipeline + data"}
 MARKS = "osD^v"
@@ -72,7 +72,7 @@ def _level_text(run: Records, guess: Prediction) -> list[str]:
 
 def padding(run: Records, ranks: int) -> float:
     """What FSDP2 sends on `ranks` ranks over what it would send if no row were added."""
-    from labs.parts.sharding.traffic import sent_bytes
+    from labs.common.sharding.traffic import sent_bytes
 
     config = many_ranks.Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in run[0].config.items()})
     shape = config.shape

@@ -8,13 +8,13 @@ import math
 import pandas
 
 from labs import scaling_model
+from labs.common.planning import blind_test
+from labs.common.planning.blind_test import HARD, Predicted
+from labs.common.sources import published
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, show
 from labs.kit.record import Record, Records
-from labs.parts.planning import blind_test
-from labs.parts.planning.blind_test import HARD, Predicted
-from labs.parts.sources import published
 
 NAMES = {
     "one_bit_adam": "BERT, slow networks",

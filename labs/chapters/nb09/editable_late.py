@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from labs import last_to_arrive as lab
-from labs.parts.profiling import late_training
-from labs.parts.profiling.late_training import PHASES
-from labs.parts.timing.moments import seconds_between
+from labs.common.profiling import late_training
+from labs.common.profiling.late_training import PHASES
+from labs.common.timing.moments import seconds_between
 
 Delay = Callable[[int, int, str], float | None]
 WARM_UP, STEPS = 3, 10

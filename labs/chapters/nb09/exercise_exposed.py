@@ -8,9 +8,9 @@ from typing import Any
 from labs.chapters.nb09 import trace_cases as cases
 from labs.chapters.nb09.solution_exposed import exposed_ms
 from labs.chapters.nb09.trace_cases import Event, all_reduces, bars, computing, main_thread, span
+from labs.common.profiling.intervals import Span, length, minus, union
 from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Exercise
-from labs.parts.profiling.intervals import Span, length, minus, union
 
 CASES = (*range(200, 208), "rank 0", "rank 1")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas
 
 from labs import clinic
+from labs.clinic.illnesses import draw
 from labs.kit.display import say, show_table
 from labs.kit.plot import bars, figure, show
 from labs.kit.record import Records
-from labs.parts.clinic.illnesses import draw
 
 
 def beside(patients: dict[str, Records]) -> None:

@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labs import memory_timeline, profile_step
+from labs.common.oracle.trace import CATEGORIES
+from labs.common.profiling.shares import SHARES
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import differs, estimate
 from labs.kit.plot import GREY, SERIES, TINTS, bars, curve, figure, prediction, show, spans, stack
 from labs.kit.record import Records
-from labs.parts.oracle.trace import CATEGORIES
-from labs.parts.profiling.shares import SHARES
 
 COLORS = dict(zip(SHARES, (*(SERIES[k] for k in (2, 3, 5, 0, 1, 4)), GREY, TINTS[2]), strict=True))
 MEMORY = {

@@ -8,14 +8,14 @@ import pandas
 from matplotlib.axes import Axes
 
 from labs import last_to_arrive, rank_timeline
+from labs.common.data_parallel import step_timeline
+from labs.common.profiling.intervals import Span, clip, minus, union
+from labs.common.profiling.late_training import PHASES
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import bars, figure, prediction, show
 from labs.kit.record import Records
-from labs.parts.data_parallel import step_timeline
-from labs.parts.profiling.intervals import Span, clip, minus, union
-from labs.parts.profiling.late_training import PHASES
 
 DRAWN_GAP_S = 1e-3  # spans so close are drawn as one
 

@@ -8,10 +8,10 @@ from typing import Any
 import pandas
 from IPython.display import display
 
+from labs.clinic.illnesses import ILLNESSES, WELL
+from labs.clinic.measurements import MEASUREMENTS
 from labs.kit.code import code_shown
 from labs.kit.display import show_table
-from labs.parts.clinic.illnesses import ILLNESSES, WELL
-from labs.parts.clinic.measurements import MEASUREMENTS
 
 ANSWERS = {
     "steps": "how long a step takes on each rank, and whether it grows",

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from labs import last_to_arrive as lab
-from labs.parts.profiling import late_training, py_spy
-from labs.parts.profiling.late_training import Training
+from labs.chapters.nb09 import py_spy
+from labs.common.profiling import late_training
+from labs.common.profiling.late_training import Training
 
 STEPS = 3
 SHOWN = 3  # frames of the course's own files, the innermost first, after the innermost of all

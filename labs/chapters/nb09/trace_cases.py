@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from labs.parts.profiling.intervals import Span, minus, union
+from labs.common.profiling.intervals import Span, minus, union
 
 Event = dict[str, Any]
 RECORDED = Path(__file__).with_name("one_step.json")

@@ -1,4 +1,4 @@
-"""Verdicts of notebook 10, from what labs.parts.faults.installed found and from the chart of symptoms."""
+"""Verdicts of notebook 10, from what labs.chapters.nb10.installed found and from the chart of symptoms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from math import comb
 
+from labs.chapters.nb10.installed import CONTROLS, LAB, OF_GPU
 from labs.kit.claims import Verdict, cannot_tell, last, only_on, verdict
 from labs.kit.record import Records
-from labs.parts.faults.chart import rows
-from labs.parts.faults.installed import CONTROLS, LAB, OF_GPU
+from labs.symptom.catalog import rows
 
 NETWORK = re.compile(r"\b(interface|network|cable|switch|firewall|socket|reach)", re.IGNORECASE)
 OF_NCCL = re.compile(r"\bNCCL error|NCCL Error|NCCL WARN|\bnccl\w*Error")

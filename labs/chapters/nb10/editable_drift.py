@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from labs import nan_clinic as lab
-from labs.data import fashion
+from labs.common.data import fashion
 from labs.kit.failure import RankTimeout
 from labs.kit.launch import run_on_ranks
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labs.chapters.nb10.solution_replicas import replica_check
+from labs.common.data_parallel.wire import tcp_sent_bytes
 from labs.kit.answers import on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.errors import brief
-from labs.parts.data_parallel.wire import tcp_sent_bytes
 
 LIMIT_S = 75.0
 MOST_BYTES = 20_000

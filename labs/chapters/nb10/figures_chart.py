@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from labs.parts.faults.chart import SUBJECTS, Row, rows
+from labs.symptom.catalog import SUBJECTS, Row, rows
 
 PROG = "python -m labs.symptom"
 SEEN = 70

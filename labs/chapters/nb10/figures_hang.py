@@ -9,13 +9,13 @@ from pathlib import Path
 import pandas
 
 from labs import hang_clinic as lab
+from labs.hang_clinic.hang_ranks import server
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import BLUE, choice_map, figure, show
 from labs.kit.record import Records
-from labs.parts.faults.diagnosis import diagnose
-from labs.parts.faults.evidence import Call, read
-from labs.parts.faults.hang_ranks import server
+from labs.watch.diagnosis import diagnose
+from labs.watch.evidence import Call, read
 
 RANK, BOTH, SPEAKS = "names the rank", "shows both calls", "says something, not which rank"
 SILENT, NOT_ASKED, CRASHES = "says nothing", "not asked", "crashes"

@@ -11,7 +11,7 @@ from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import ORANGE, figure, heat_map, show
 from labs.kit.record import Record, Records
-from labs.parts.faults.memory_faults import CURES, TRIM, WHAT
+from labs.oom_clinic.memory_faults import CURES, TRIM, WHAT
 
 HALF = "half the batch"
 SHORT = {

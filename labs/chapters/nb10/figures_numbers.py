@@ -11,8 +11,8 @@ from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import SERIES, curve, figure, prediction, show
 from labs.kit.record import Records
-from labs.parts.faults import numbers
-from labs.parts.faults.numbers import CAUSES, HEALTHY
+from labs.nan_clinic import numbers
+from labs.nan_clinic.numbers import CAUSES, HEALTHY
 
 SUDDEN, SLOW = "bad sample", "learning rate"
 

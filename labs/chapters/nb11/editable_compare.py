@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from labs.common.timing import probing
+from labs.fooled.neighbour import neighbour_on
 from labs.kit import measure
 from labs.kit.launch import run_on_ranks
-from labs.parts.fooled.neighbour import neighbour_on
-from labs.parts.timing import probing
 
 Compare = Callable[..., float]
 """compare(a, b, seconds_of) returns the seconds of b over those of a."""

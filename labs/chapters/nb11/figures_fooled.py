@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from labs import fooled as lab
+from labs.fooled.ways import WAYS
 from labs.kit.check import Prediction
 from labs.kit.claims import claims
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, fewest
 from labs.kit.plot import BLUE, GREY, KIND_STYLE, VERMILION, bars, figure, plain_number, prediction, show
 from labs.kit.record import Records
-from labs.parts.fooled.ways import WAYS
 
 APART = 0.17
 """Of a row, up and down: where the two answers of a way stand."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12.visit import is_smoke
+from labs.common.loading.feed import endless
+from labs.doctor.scripts.train_images import IMAGES, Files, build_model
+from labs.doctor_trial.cases import FASHION
 from labs.kit import measure
 from labs.kit.errors import require
-from labs.parts.doctor.cases import FASHION
-from labs.parts.doctor.scripts.train_images import IMAGES, Files, build_model
-from labs.parts.loading.feed import endless
 
 BATCH, BLOCK, MOST_ROUNDS, SECONDS = 64, 4, 40, 6.0
 """Samples of a step; steps of a turn."""

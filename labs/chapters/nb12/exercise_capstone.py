@@ -20,10 +20,10 @@ import psutil
 
 from labs.chapters.nb12.solution_capstone import SLOW, fast_script
 from labs.chapters.nb12.watched import Results
+from labs.doctor_trial.in_turn import ROOT, Block, Script, ScriptFailed, run_alone, take_turns
 from labs.kit import measure
 from labs.kit.check import Exercise, Mistake
 from labs.kit.measure import Estimate
-from labs.parts.doctor.in_turn import ROOT, Block, Script, ScriptFailed, run_alone, take_turns
 
 DATA = ROOT / "labs" / "data" / "fashion_mnist_12k.npz"
 STEPS, BATCH, TRAIN, TEST = 79, 128, 10_000, 2_000

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from labs.doctor import bounds
+from labs.doctor.causes import PARTS
+from labs.doctor.diagnosis import FROM_PARTS
+from labs.doctor.facts import AS_IS, KINDS
+from labs.doctor.report import Report
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
@@ -24,11 +29,6 @@ from labs.kit.plot import (
     spans,
 )
 from labs.kit.record import Record, Records
-from labs.parts.doctor import bounds
-from labs.parts.doctor.causes import PARTS
-from labs.parts.doctor.diagnosis import FROM_PARTS
-from labs.parts.doctor.facts import AS_IS, KINDS
-from labs.parts.doctor.report import Report
 
 COLORS = {
     "data": BLUE,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from labs.doctor import rules
+from labs.doctor.hits import Hit
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.parts.doctor import rules
-from labs.parts.doctor.hits import Hit
 
 
 def hits(f: Callable[..., Any]) -> list[Hit]:

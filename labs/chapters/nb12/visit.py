@@ -1,6 +1,6 @@
 """The doctor's command from a notebook: patients of its trial are examined as in a shell, and the page is shown.
 
-A patient is a whole script with one bad line, see labs/parts/doctor/cases.py.
+A patient is a whole script with one bad line, see labs/doctor_trial/cases.py.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from labs.doctor import report
+from labs.doctor.report import Report
+from labs.doctor_trial.cases import BY_NAME, Case, Change, gains, with_cures
+from labs.doctor_trial.in_turn import Script, doctor_command, run_alone
 from labs.kit import measure, room
 from labs.kit.display import say
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance
-from labs.parts.doctor import report
-from labs.parts.doctor.cases import BY_NAME, Case, Change, gains, with_cures
-from labs.parts.doctor.in_turn import Script, doctor_command, run_alone
-from labs.parts.doctor.report import Report
 
 STEPS, SECONDS = 30, 9.0
 """As they are; for counterfactuals."""

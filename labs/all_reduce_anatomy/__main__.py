@@ -1,0 +1,5 @@
+"""python -m labs.all_reduce_anatomy"""
+
+from labs.kit import cli
+
+cli.main()

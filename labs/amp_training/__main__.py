@@ -1,0 +1,5 @@
+"""python -m labs.amp_training"""
+
+from labs.kit import cli
+
+cli.main()

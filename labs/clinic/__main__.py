@@ -1,0 +1,5 @@
+"""python -m labs.clinic"""
+
+from labs.clinic import main
+
+main()

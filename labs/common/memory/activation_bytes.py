@@ -1,0 +1,28 @@
+"""What one forward pass keeps for its backward pass: the memory that grows with the batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from labs.common.data_parallel.replicas import nbytes
+from labs.common.models import Workload
+
+
+def activation_bytes(workload: Workload, x: Tensor, y: Tensor) -> int:
+    """Bytes of the tensors that autograd saves in `loss(module(x), y)`, without the parameters, each counted once.
+
+    The input counts where the first layer needs it. Workspace of kernels and what is freed on the way do not, so
+    this is what must fit, not the peak.
+    """
+    kept = {p.data_ptr(): 0 for p in workload.module.parameters()}
+
+    def count(saved: Tensor) -> Tensor:
+        kept.setdefault(saved.data_ptr(), nbytes(saved))
+        return saved.detach()  # must stay alive: the next tensor would get the address of a freed one
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+        loss = workload.loss(workload.module(x), y)
+    total = sum(kept.values())
+    del loss
+    return total

@@ -1,0 +1,124 @@
+"""What fits: the largest batch in so many bytes, the cards of labs/kit/gpus.toml, and models by their states alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from labs.common.oracle import fake
+from labs.common.oracle.step import Model
+from labs.common.oracle.trace import Trace
+from labs.kit import hardware
+from labs.kit.errors import BadInput, require
+
+MOST_ROWS = 1 << 20  # a batch is not looked for above this
+STRIDE = 16  # a small batch, whose peak is in the optimizer's step, says nothing about large ones
+RESERVE = 0.1  # share of a card that a margin should have: CUDA's context, workspace, fragmentation
+FP32_STATES = {
+    "sgd": 8,
+    "momentum": 12,
+    "adam": 16,
+    "fused_adam": 16,
+}  # bytes per parameter: itself, its gradient, optimizer's state
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest batch that fits."""
+
+    rows: int
+    """0 if not even one row (or, with micro-batches, one row in each) fits."""
+    peak_bytes: int | None
+    """Of `rows`; None if that is 0."""
+    next_bytes: int | None
+    """Of one row more, which is too much; None if `rows` is the most that is looked for."""
+    traced: dict[int, int] = field(default_factory=dict)
+    """Peaks of all batches that were traced on the way."""
+
+
+def largest_batch(source: fake.Source | Model, memory_bytes: float, **conditions: Any) -> Largest:
+    """The largest batch whose step fits in `memory_bytes`, by traces: one of its rows, and one of a row more.
+
+    `source` and `conditions` are those of labs.common.oracle.step, or a Model with its own and what it knows. Between
+    two traces the peak is taken for a straight line, which it nearly is. BadInput for a model that cannot be traced.
+    """
+    model = source if isinstance(source, Model) else Model(source, **conditions)
+    least, traced = model.conditions.micro_batches, dict(model.peaks)
+    while rows := _next(traced, memory_bytes, least):
+        traced[rows] = _peak(model, rows, bool(traced))
+    fit = max((n for n, nbytes in traced.items() if nbytes <= memory_bytes), default=0)
+    return Largest(fit, traced.get(fit), traced.get(fit + 1), traced)
+
+
+def _peak(model: Model, rows: int, others_ran: bool) -> int:
+    """As traced; of fewer rows than a model can run, as of BatchNorm on one number, more than any card has."""
+    try:
+        return model.step(rows).peak_bytes
+    except BadInput:
+        if not others_ran:
+            raise
+        return sys.maxsize
+
+
+def _next(traced: dict[int, int], memory_bytes: float, least: int) -> int:
+    """The batch to trace next, or 0 if all is known: the last that fits, and one row more."""
+    fit = sorted(n for n, nbytes in traced.items() if nbytes <= memory_bytes)
+    over = min((n for n in traced if n not in fit), default=None)
+    if not fit:
+        return 2 * least if over is None else 0 if over <= least else max(least, over // 2)
+    if over is not None:
+        share = (memory_bytes - traced[fit[-1]]) / (traced[over] - traced[fit[-1]])
+        gap = over - fit[-1]
+        return fit[-1] + min(max(int(share * gap), 1), gap - 1) if gap > 1 else 0
+    if len(fit) == 1:
+        return 2 * fit[0]
+    low, high = fit[-2:]
+    slope = (traced[high] - traced[low]) / (high - low)
+    more = (memory_bytes - traced[high]) / slope if slope > 0 else math.inf
+    return high + int(min(max(more, 1), STRIDE * high, MOST_ROWS - high)) if high < MOST_ROWS else 0
+
+
+@dataclass(frozen=True)
+class Card:
+    """Whether a step fits a card."""
+
+    gpu: str
+    memory_bytes: int | None
+    """As nvidia-smi prints it, or as sold (10^9 bytes to the GB) where gpus.toml has only that; None: neither."""
+    margin_bytes: int | None
+    """What the step leaves of it; below 0: what is missing. CUDA's context and fragmentation take more."""
+    verdict: Literal["fits", "tight", "does not fit", "unknown"]
+    """tight: the margin is less than a tenth of the card, which the context and fragmentation may well take."""
+
+
+def cards(step: Trace | float) -> list[Card]:
+    """Every card of labs/kit/gpus.toml, in its order, for a trace (target "cuda") or a number of bytes."""
+    needed = step.peak_bytes if isinstance(step, Trace) else step
+    return [_card(spec.gpu, memory_bytes(spec.gpu), needed) for spec in hardware.specs()]
+
+
+def memory_bytes(gpu: str) -> int | None:
+    """All the memory of a card of labs/kit/gpus.toml; None where no figure is sourced."""
+    row = hardware.spec(gpu)
+    sold = round(row.memory_gb * 1e9) if row and row.memory_gb else None
+    return hardware.usable_bytes(gpu) or sold
+
+
+def _card(gpu: str, memory: int | None, needed: float) -> Card:
+    if memory is None:
+        return Card(gpu, None, None, "unknown")
+    margin = memory - math.ceil(needed)
+    verdict = "does not fit" if margin < 0 else "tight" if margin < RESERVE * memory else "fits"
+    return Card(gpu, memory, margin, verdict)
+
+
+def states_bytes(parameters: int, optimizer: str = "adam") -> int:
+    """Bytes of parameters, gradients and optimizer's state: 16 per parameter with Adam, without any activation.
+
+    In FP32 and under autocast 4 + 4 + 8; with 16-bit parameters, FP32 master copies and Adam 2 + 2 + 12 (Rajbhandari
+    et al. 2019, ZeRO, arXiv 1910.02054, section 3.1), which is as much.
+    """
+    require(optimizer in FP32_STATES, f"there is no optimizer {optimizer!r}: take one of {', '.join(FP32_STATES)}")
+    return FP32_STATES[optimizer] * parameters

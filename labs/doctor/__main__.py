@@ -1,0 +1,252 @@
+"""What holds your training back, and what would each cure give at most?
+
+    python -m labs.doctor train.py --lr 0.1                     # options of labs.doctor come before the script
+    python -m labs.doctor --steps 50 --patience 3600 train.py   # a first step that takes more than a quarter of an hour
+    torchrun --nproc-per-node 2 -m labs.doctor train.py         # or: srun --ntasks 2 python -m labs.doctor train.py
+    python -m labs.doctor --compare doctor-report/report.json train.py      # after the cure
+    python -m labs.doctor -m my_package.train --lr 0.1          # what `python -m my_package.train --lr 0.1` runs
+
+Your script runs unchanged, as `python train.py` would run it, for some steps to warm up, --steps as they are, and for
+--seconds in turn with counterfactuals: the same step without waiting for data, without exchange, and so on. Then it
+is ended. A step is a call of the `step` of an optimizer of torch. Model, optimizer and random state are put back after
+each counterfactual. It finds its files, and what it has written in this run; it sees a TMPDIR of its own, and no
+terminal. What it writes goes to a scratch folder that is removed, unless you --let-it-write, but caches are written
+where they belong: what is below ~/.cache, ~/.triton, HF_HOME, TORCH_HOME, TORCH_EXTENSIONS_DIR, and below a folder that
+a variable with CACHE in its name names. What cannot be sent to the scratch folder (programs that the script starts,
+libraries in C) is told in the report.
+
+A loop of transformers' Trainer, of Lightning or of Accelerate is looked at as any other, and cures name its own options
+as well. Ranks that it starts itself, as Lightning does without torchrun, are not seen: then the first rank is looked
+at as it is, without counterfactuals.
+
+Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
+page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file
+but in caches.
+
+Under torchrun, srun or mpirun one rank of each machine tells of all ranks on it, further machines into --out with
+their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import time
+import typing
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs.doctor import rules, supervisor
+from labs.doctor.facts import Facts
+from labs.doctor.hits import Hit
+from labs.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST
+from labs.doctor.supervisor import Order
+from labs.kit import as_main
+from labs.kit.cli import closed_pipe_is_no_error, fail
+from labs.kit.errors import BadInput, did_you_mean, naming, require
+from labs.kit.place import Place
+
+PROG = "python -m labs.doctor"
+MOST_STEPS = 10_000
+NO_TERMINAL = os.strerror(errno.ENOTTY)
+NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
+"""In the errors of torch._inductor and of Triton."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """By the command line."""
+
+    order: Order
+    out: Path
+    compare: Path | None
+
+
+def options(args: list[str]) -> Wanted:
+    """BadInput for what cannot work, before anything starts."""
+    parser = argparse.ArgumentParser(
+        PROG,
+        f"{PROG} [options] train.py ...",
+        __doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = _refuse
+    add = parser.add_argument
+    add("--steps", type=int, default=30, help="that are looked at as they are (default 30)")
+    add("--seconds", type=float, default=40.0, help="for counterfactuals, on top (default 40; 0: none)")
+    add(
+        "--patience",
+        type=float,
+        help=f"seconds without a step, then it is ended (default: {FIRST_S:g} for the first "
+        f"step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least)",
+    )
+    add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
+    add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
+    add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
+    add("--show-output", action="store_true", help="print what the script prints")
+    add(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="try this counterfactual alone; may be repeated. A wrong name lists them",
+    )
+    add("--without", action="append", metavar="NAME", help="do not try this one; may be repeated")
+    given, argv, module = as_main.parse(parser, args)
+    require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
+    require(0 <= given.seconds < float("inf"), f"--seconds must be a number from 0 on, not {given.seconds:g}")
+    require(
+        given.patience is None or 1 <= given.patience < float("inf"),
+        f"--patience must be a number of seconds from 1 on, not {given.patience}",
+    )
+    _check_script(Path(argv[0]))
+    _check_out(given.out)
+    if given.compare is not None:
+        _check_report(given.compare)
+    modes = () if given.seconds == 0 else _modes(given.only or [], given.without or [])
+    order = Order(
+        argv, given.steps, given.seconds, given.patience, modes, given.let_it_write, given.show_output, module
+    )
+    return Wanted(order, given.out.absolute(), given.compare)
+
+
+def _check_script(script: Path) -> None:
+    require(script.is_file(), f"there is no script {script}")
+    require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")
+    try:
+        with script.open("rb"):
+            pass
+    except OSError as e:
+        raise BadInput(f"cannot read {script} ({e.strerror})") from None
+    ours = Path(__file__).parents[1]
+    for path in (script.resolve().parent / "labs.py", script.resolve().parent / "labs" / "__init__.py"):
+        require(not path.exists() or path.parent == ours, f"{path} has the name of the doctor's own package: rename it")
+
+
+def _check_out(out: Path) -> None:
+    require(not out.exists() or out.is_dir(), f"--out {out} is not a folder")
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    require(there.is_dir(), f"--out: {there} is not a folder")
+    require(os.access(there, os.W_OK), f"--out: cannot write to {there}")
+
+
+def _check_report(path: Path) -> None:
+    from labs.doctor import report  # imports torch
+
+    with naming("--compare"):
+        report.load(path)
+
+
+def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...] | None:
+    """Names of counterfactuals; None: all but those that take long."""
+    if not only and not without:
+        return None
+    from labs.doctor.counterfactuals import MODES  # imports torch
+
+    for name in (*only, *without):
+        require(
+            name in MODES,
+            f"there is no counterfactual {name!r}: {did_you_mean(name, MODES)}there are {', '.join(MODES)}",
+        )
+    wanted = only or [name for name, mode in MODES.items() if not mode.on_request]
+    return tuple(name for name in MODES if name in wanted and name not in without)
+
+
+def _refuse(message: str) -> typing.NoReturn:
+    """By one rank of each machine."""
+    with suppress(BadInput):
+        if Place.of(os.environ, one_machine=False).local_rank:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
+            sys.exit(2)
+    fail(PROG, message)
+
+
+def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> None:
+    """Print the page, and write the report."""
+    from labs.doctor import report
+
+    found = report.make(facts, hits)
+    out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
+    if len(facts) == 1 and (rank := report.group_of(facts[0])[0]) != facts[0].rank:  # nobody has told it which it is
+        out = wanted.out.with_name(f"{wanted.out.name}-rank-{rank}")
+    compared = "" if wanted.compare is None else _compared(wanted.compare, found)
+    paths, failed = (), ""
+    try:  # before it is printed: who reads that may leave early
+        paths = report.save(found, out)
+    except OSError as e:
+        failed = f"could not write to {out} ({e.strerror}): the page above is all there is"
+    with closed_pipe_is_no_error():
+        print(report.page(found), end="")
+        for line in last_words(facts, wanted.order):
+            print(line)
+        if compared:
+            print(compared)
+        if paths:
+            print("\nreport: " + ", ".join(map(str, paths)))
+    if failed:
+        print(failed, file=sys.stderr)
+
+
+def _compared(before: Path, after: typing.Any) -> str:
+    from labs.doctor import compare, report
+
+    try:
+        return "\n" + compare.page(report.load(before), after)
+    except BadInput as e:
+        return f"\nnot compared: {e}"
+
+
+def last_words(facts: list[Facts], order: Order) -> list[str]:
+    """What a script that did not come to its end had printed, and what may have been our own fault."""
+    lines = []
+    for f in facts:
+        if f.output and f.ended in ("error", "exit", "killed", "silent", "stopped"):
+            rank = f" of rank {f.rank}" if f.ranks > 1 else ""
+            lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
+    failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
+    if wants := next(filter(None, map(_what_is_missing, failed)), ""):
+        lines += ["", wants]
+    elif failed and not order.let_it_write:
+        lines += [
+            "",
+            "Does it run without the doctor, but not here? It sees no terminal, and what it writes goes to a",
+            "scratch folder, which libraries in C and programs that it starts do not know: try --let-it-write.",
+        ]
+    return lines
+
+
+def _what_is_missing(failed: Facts) -> str:
+    """What a script needed that is not here, and what helps; "" if it failed for another reason.
+
+    It gets no terminal, not even the user's: what it prints is not shown there, and would wait for answers that nobody
+    gives.
+    """
+    if failed.error.startswith("EOFError: EOF when reading a line"):
+        return "It asks for input, and sees no keyboard here: echo ANSWER | python -m labs.doctor ..."
+    if NO_TERMINAL in failed.error or any(line.startswith("stty: ") for line in failed.output):
+        return (
+            "It needs a terminal, and sees none here, nor in a batch job: shutil.get_terminal_size() does without one."
+        )
+    if any(said in failed.error for said in NO_COMPILER):
+        return "torch.compile needs a C++ compiler, and finds none: install one, as g++, or train without compile."
+    return ""
+
+
+def main() -> None:
+    """Check, run the script, tell."""
+    try:
+        wanted, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
+        # Before the run: what goes wrong in it costs no measurement, and the script is as the run will find it
+        hits = [] if place.local_rank else rules.check(Path(wanted.order.argv[0]))
+        facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine, hits))
+    except BadInput as e:
+        _refuse(str(e))
+    sys.exit(0 if any(f.step_s for f in facts) else 1)
+
+
+if __name__ == "__main__":
+    main()

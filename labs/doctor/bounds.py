@@ -1,0 +1,293 @@
+"""The arithmetic of a diagnosis: times of a whole job from its ranks' facts, and bounds with their intervals.
+
+A job's step is as long as that of its slowest rank, in each round and in each step anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labs.doctor.facts import AS_IS, IN_MOST_STEPS, KINDS, Facts, rare_kinds
+from labs.kit.measure import Estimate, estimate, fewest
+
+WORTH = 1.05
+"""A cure is told from so many times as fast on: less than that is nobody's afternoon."""
+WORTH_INSTEAD = 1.20
+"""A bound by arithmetic that stands in for one that noise has made useless."""
+WORTH_BY_PARTS = 1.10
+"""By arithmetic a part is worth more than in truth: what waits for it may wait for something else then."""
+FINE = 1.10
+"""An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
+SAME_WEIGHTS = 1e-9
+"""Sums of the same weights, in FP64, differ by less than this share."""
+NO_EXCHANGE = "no exchange"
+RESAMPLES = 2_000
+BLOCKS = fewest() + 1
+"""Of a series that may grow: as many differences between neighbours as an interval needs."""
+
+
+def steps_s(facts: Sequence[Facts]) -> list[float]:
+    """Each step as it is, of the whole job."""
+    return [max(steps) for steps in zip(*(f.step_s for f in facts), strict=False)]
+
+
+def beside_s(facts: Sequence[Facts]) -> list[float]:
+    """In each round the step as it is of the whole job, where the device works beside the host and was not waited for.
+
+    With the mean of what only some steps have, which turns leave out. Empty on a CPU, and where too few turns were
+    taken: each of `steps_s` ends when the device is done, which the script's steps do not.
+    """
+    if any(f.device == "cpu" for f in facts):
+        return []
+    spread = [part_s(f, *rare_kinds(f)) for f in facts]
+    rounds = [max(map(sum, zip(of, spread, strict=True))) for of in rounds_s(facts, AS_IS) if of]
+    return rounds if len(rounds) >= fewest() else []
+
+
+def even_s(facts: Sequence[Facts]) -> list[float]:
+    """Steps (or rounds: `beside_s`) with what only some have (a validation, a save) spread over all of them."""
+    if rounds := beside_s(facts):
+        return rounds
+    ranks = []
+    for f in facts:
+        rare = [f.spans_s[k] for k in rare_kinds(f)]
+        lost = [sum(of) for of in zip(*rare, strict=True)] or [0.0] * len(f.step_s)
+        ranks.append([s - part + statistics.fmean(lost) for s, part in zip(f.step_s, lost, strict=True)])
+    return [max(steps) for steps in zip(*ranks, strict=False)]
+
+
+def samples_per_s(facts: Sequence[Facts]) -> Estimate | None:
+    """Of all ranks together; None if no rank could count its samples."""
+    if any(not f.samples for f in facts) or not steps_s(facts):
+        return None
+    samples = sum(f.samples for f in facts)
+    return estimate([samples / s for s in even_s(facts)], "samples/s", resamples=RESAMPLES)
+
+
+def part_s(facts: Facts, *kinds: str) -> float:
+    """Mean per step; parts that are not in every step count as what they cost on average."""
+    return sum(statistics.fmean(facts.spans_s[k]) for k in kinds if facts.spans_s.get(k))
+
+
+def rounds_s(facts: Sequence[Facts], mode: str) -> list[list[float] | None]:
+    """By round: the mean step of each rank in its turn of a mode; None where one of them has had none."""
+    turns = [f.turns_s.get(mode, []) for f in facts]
+    whole = [max(map(len, of), default=0) for of in turns]  # the last turn of a run that was ended may lack steps
+    return [
+        [statistics.fmean(turn) for turn in turns_of] if all(map(_is_whole, turns_of, whole)) else None
+        for turns_of in zip(*turns, strict=False)
+    ]
+
+
+def _is_whole(turn: Sequence[float], steps: int) -> bool:
+    return bool(turn) and len(turn) == steps
+
+
+def pairs_s(facts: Sequence[Facts], mode: str) -> list[tuple[float, float]]:
+    """The job's step as it is and in a mode, in each round that has both."""
+    both = zip(rounds_s(facts, AS_IS), rounds_s(facts, mode), strict=False)
+    return [(max(a), max(b)) for a, b in both if a and b]
+
+
+def in_turn(facts: Sequence[Facts], mode: str) -> Estimate | None:
+    """How many times as fast, per sample: median over rounds of as it is / mode. None if it was not tried."""
+    ratios = ratios_of(facts, mode)
+    return of_ratios(ratios, looks(facts)) if ratios else None
+
+
+def ratios_of(facts: Sequence[Facts], mode: str) -> list[float]:
+    """As it is / mode, per sample, in each round.
+
+    A larger batch is one that was loaded already, given twice: a real one waits for its data as often as it is larger.
+    """
+    factor = facts[0].samples_factor.get(mode, 1.0)
+    more_s = (factor - 1) * max(part_s(f, "data") for f in facts) if factor > 1 else 0.0
+    return [factor * a / (b + more_s) for a, b in pairs_s(facts, mode) if b > 0]
+
+
+def looks(facts: Sequence[Facts]) -> int:
+    """How many intervals are looked at: of each counterfactual, and of which rank is late."""
+    return max(len(facts[0].turns_s) - 1, 0) + len(facts)
+
+
+def of_ratios(ratios: Sequence[float], looks: int) -> Estimate:
+    """Median, with an interval that holds together with those of all other `looks` in 95 % of runs.
+
+    Of twenty plain intervals one misses, and a healthy training would be accused every other time. So this one is that
+    of the sign test at 1 - 0.05 / looks (Bonferroni), which no outlier widens; with too few rounds for that, Student's
+    t of the logarithms at the same level; and never narrower than the plain one.
+    """
+    plain = estimate(ratios, "x", resamples=RESAMPLES)
+    if len(ratios) < 2:
+        return plain
+    if k := _ranks_left_out(len(ratios), 0.05 / looks):
+        low, *_, high = sorted(ratios)[k - 1 : len(ratios) - k + 1]
+        return Estimate(plain.value, min(plain.low, low), max(plain.high, high), plain.n, "x")
+    from scipy.special import stdtrit  # imported late: it takes half a second
+
+    logs = [math.log(r) for r in ratios]
+    half = float(stdtrit(len(logs) - 1, 1 - 0.025 / looks)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    low, high = min(plain.low, math.exp(mean - half)), max(plain.high, math.exp(min(mean + half, 50.0)))
+    return Estimate(plain.value, low, high, plain.n, "x")
+
+
+def _ranks_left_out(n: int, miss: float) -> int:
+    """Greatest k so that the k-th smallest and k-th largest of n enclose the median but for `miss`; 0 if there is none.
+
+    The median is below the k-th smallest with the chance that fewer than k of n throws of a coin are heads.
+    """
+    tails, k = 0, 0
+    while k < n // 2:
+        tails += math.comb(n, k)
+        if 2 * tails > miss * 2**n:
+            break
+        k += 1
+    return k
+
+
+def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
+    """step / (step - part), at most so many times as fast by arithmetic: sums over steps, with a bootstrap interval.
+
+    Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves; if it
+    comes at regular distances, its interval is that of `_of_regular`. None if there is no step.
+    """
+    pairs = [(s, s - min(p, 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
+    if not pairs:
+        return None
+    import numpy as np
+
+    if regular := _of_regular([s - left for s, left in pairs], sum(left for _, left in pairs) / len(pairs)):
+        return regular
+    both = np.array(pairs)  # (steps, 2): as it is, without
+    drawn = both[np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))].sum(1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+    value = float(both[:, 0].sum() / both[:, 1].sum())
+    return Estimate(value, min(float(low), value), max(float(high), value), len(pairs), "x")
+
+
+def _of_regular(lost: Sequence[float], left: float) -> Estimate | None:
+    """How many times as fast without a part that every n-th step has; None if it has no such order.
+
+    `lost`: s of each step that the part takes; `left`: s of a step without it, on average. Of N steps k have it; had
+    the looking begun a little earlier or later, it would have been k - 1 or k + 1. What it takes is between the least
+    and the most that was seen: of two events an evaluation every 10th step has an interval as wide as that.
+    """
+    at = [i for i, s in enumerate(lost) if s > 0]
+    if len(at) < 2 or len(at) > IN_MOST_STEPS * len(lost) or left <= 0:
+        return None
+    gaps = [b - a for a, b in itertools.pairwise(at)]
+    if max(*gaps, at[0] + 1, len(lost) - at[-1]) > max(1.5 * min(gaps), min(gaps) + 1):
+        return None
+    took = [lost[i] for i in at]
+    low, high = ((len(at) + more) / len(lost) * s / left for more, s in ((-1, min(took)), (1, max(took))))
+    return Estimate(1 + sum(took) / len(lost) / left, 1 + low, 1 + high, len(lost), "x")
+
+
+def from_parts(facts: Sequence[Facts], *kinds: str) -> tuple[Estimate | None, Facts]:
+    """Bound without these parts, by arithmetic, and of which rank: the one that has most of them.
+
+    None on a device that works beside the host: what the host does meanwhile costs nothing. Of rare parts it is there,
+    too: by how much the steps that have them are longer than the others.
+    """
+    most = max(facts, key=lambda f: part_s(f, *kinds))
+    hidden = most.device != "cpu" and not _are_rare(most, kinds)
+    return (None if hidden else without(steps_s(facts), lost_s(most, *kinds))), most
+
+
+def lost_s(facts: Facts, *kinds: str) -> list[float]:
+    """What parts take of each step; rare ones, on a device beside the host, with the device's share in them."""
+    parts = [facts.spans_s.get(k, [0.0] * len(facts.step_s)) for k in kinds]
+    lost = [sum(of) for of in zip(*parts, strict=False)]
+    if facts.device == "cpu" or not _are_rare(facts, kinds):
+        return lost
+    return longer_s(facts.step_s, [i for i, s in enumerate(lost) if s])
+
+
+def _are_rare(facts: Facts, kinds: Sequence[str]) -> bool:
+    """Whether only some steps have them: by how much these are longer prices them on any device."""
+    return set(kinds) <= set(rare_kinds(facts))
+
+
+def longer_s(steps: Sequence[float], at: Sequence[int]) -> list[float]:
+    """Of each step: by how much it is longer than the median of those that are not `at`; 0 for these."""
+    usual = statistics.median([s for i, s in enumerate(steps) if i not in at] or steps)
+    return [max(0.0, s - usual) if i in at else 0.0 for i, s in enumerate(steps)]
+
+
+def split(facts: Sequence[Facts]) -> bool:
+    """Whether ranks train different weights: a pipeline's stages, shards of tensors, or models of their own.
+
+    They then do different work by design, and wait for each other by design.
+    """
+    of = [f.training for f in facts]
+    if len({row.get("shapes") for row in of}) > 1:
+        return True
+    if any(row.get("ddp") or row.get("fsdp") for row in of):  # which hold the same weights, or even shards of them
+        return False
+    sums = [row.get("weights", 0.0) for row in of]
+    return max(sums) - min(sums) > SAME_WEIGHTS * max(map(abs, sums))
+
+
+def enough(bound: Estimate | None) -> bool:
+    """Whether its interval rests on as many samples as one needs."""
+    return bound is not None and bound.n >= fewest()
+
+
+def standing(bound: Estimate, worth: float = WORTH) -> str:
+    """ "gain", "fine" (too little to gain) or "unclear" (this run cannot tell)."""
+    if enough(bound) and bound.low > 1 and bound.value >= worth:
+        return "gain"
+    return "fine" if enough(bound) and bound.high < FINE else "unclear"
+
+
+def growth(series: Sequence[float], unit: str, at: Sequence[float] = ()) -> Estimate | None:
+    """By how much a series grows per step, from medians of blocks of it. None if it is too short to tell.
+
+    `at`: the steps at which it was taken, if not at each.
+    What grows by itself goes on in each block; what settles, or jumps once, does not: then the interval holds 0.
+    """
+    size = len(series) // BLOCKS
+    if not size:
+        return None
+    both = [values[len(series) - size * BLOCKS :] for values in (series, at or range(len(series)))]
+    medians, steps = ([statistics.median(of[i : i + size]) for i in range(0, len(of), size)] for of in both)
+    grown = [b - a for a, b in itertools.pairwise(medians)]
+    return estimate(
+        [g / (b - a) for g, (a, b) in zip(grown, itertools.pairwise(steps), strict=True)], unit, resamples=RESAMPLES
+    )
+
+
+@dataclass(frozen=True)
+class Own:
+    """What each rank needs for a step of its own, without waiting for others."""
+
+    ranks: list[list[float]]
+    """One list for each rank, of rounds or of steps:"""
+    job: list[float]
+    """the job's step as it is, in each of them."""
+    in_turn: bool
+    """Measured without exchange; otherwise the sum of parts in which nobody waits."""
+
+
+def own_in_turn(facts: Sequence[Facts]) -> Own | None:
+    """None for one rank, and where nothing could be taken without exchange."""
+    both = zip(rounds_s(facts, AS_IS), rounds_s(facts, NO_EXCHANGE), strict=False)
+    rounds = [(max(a), b) for a, b in both if a and b]
+    if len(facts) < 2 or not rounds:
+        return None
+    return Own([[b[rank] for _, b in rounds] for rank in range(len(facts))], [a for a, _ in rounds], True)
+
+
+def own_from_parts(facts: Sequence[Facts]) -> Own | None:
+    """None for one rank, and on devices whose work the host's clock does not see."""
+    if len(facts) < 2 or facts[0].device != "cpu":
+        return None
+    mine = [k for k in KINDS if k not in ("backward", "exchange", "synchronise")]
+    job = steps_s(facts)
+    own = [[sum(f.spans_s[k][i] for k in mine if k in f.spans_s) for i in range(len(job))] for f in facts]
+    return Own(own, job, False)

@@ -1,0 +1,890 @@
+"""Where a training's step goes, without a change to it: calls of torch are replaced by ones that also take the time.
+
+Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (facts.KINDS);
+what other threads do is not counted. A step ends with the `step` of the optimizer that was the first to step.
+
+What is replaced: DataLoader's `next`, the call of the outermost modules that hold the optimizer's parameters,
+`torch.autograd.backward`, collectives of torch.distributed, `.to`, `.cuda`, calls that wait for a device (`.item()` and
+others), print, torch.save. torch.compile sees none of it: modules inside of an outermost one are as they were, and
+while it traces everything else is, too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import inspect
+import itertools
+import linecache
+import math
+import os
+import sys
+import sysconfig
+import threading
+import time
+import types
+import weakref
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from labs.doctor import trainers
+from labs.doctor.causes import PARTS
+from labs.doctor.facts import KINDS, Facts, Line, Loader
+
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+COPIES = ("to", "cuda")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce",
+    "reduce_scatter",
+    "barrier",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "batch_isend_irecv",
+    "all_gather_single",
+    "reduce_scatter_single",
+)
+"""Those that this torch has; FSDP calls the last two. Not isend and irecv: torch compares functions that it is given
+with its own. What they take is the wait for them."""
+OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
+"""Kinds within which a wait or a copy is theirs, and no line of the script's."""
+LOOKED_FOR = 6
+"""Steps after which no more is done to find out which modules the script calls."""
+GONE = 20
+"""Steps of other optimizers after which the one that ended a step is taken for gone."""
+ITERATIONS = 3
+"""From the start: in these it is found out which of several optimizers ends an iteration."""
+HERE = os.path.dirname(os.path.realpath(__file__))
+LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
+SCALER = os.path.join("amp", "grad_scaler.py")
+"""Of torch. Its `step` reads from the device whether a gradient is infinite: no script can be without that."""
+
+
+class Spans:
+    """Exclusive seconds by kind, of the thread that made it: what is inside of another is not counted twice."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.calls = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step now."""
+        self.stack = ["prepare"]
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.begun = self.since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Count nothing any more: this is a worker of a DataLoader."""
+        self.thread = -1
+
+    def enter(self, kind: str) -> None:
+        """From here on time is of this kind."""
+        now = time.perf_counter()
+        self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
+        self.stack.append(kind)
+        self.calls += 1
+
+    def leave(self) -> None:
+        """Back to what was before."""
+        now = time.perf_counter()
+        self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
+        if len(self.stack) > 1:
+            self.stack.pop()
+
+    def cut(self) -> dict[str, float]:
+        """The step's seconds by kind; they sum to it."""
+        now = time.perf_counter()
+        self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
+        return self.seconds
+
+
+class Hooks:
+    """Installed by `install`. `on_step(seconds by kind)` is called at the end of each step, and may raise."""
+
+    def __init__(self, folder: str, on_step: Callable[[dict[str, float]], None]) -> None:
+        """`folder`: of the script; only lines of files in it are noted."""
+        self.folder, self.on_step = os.path.realpath(folder), on_step
+        self.spans = Spans()
+        self.recording = False
+        """Whether lines and device times are noted."""
+        self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
+        self.backwards = 0
+        """Backward passes in this step."""
+        self.ddp: list[Any] = []
+        self.exchanges = 0
+        """Backward passes in which DDP exchanges gradients, while lines are noted."""
+        self.loader_starts = 0
+        """Iterations over a training's DataLoader that began in this step."""
+        self.anomaly = False
+        """Whether autograd's anomaly detection was on in a backward pass."""
+        self.unused_seen = False
+        """Whether a step did not use all parameters of `watch_unused`."""
+        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+        """By id. A script may make a new one in each epoch."""
+        self.roots: dict[int, Any] = {}
+        """Outermost modules that hold parameters of an optimizer, by id."""
+        self.called: set[int] = set()
+        """Roots that were called with gradients."""
+        self.forwards: set[types.CodeType] = set()
+        """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
+        self.compiled: set[int] = set()
+        """Roots on which `module.compile()` was called."""
+        self.precision: dict[str, str] = {}
+        self.loader: Any = None
+        """The DataLoader that batches of the training came from; the last of them, if there are several."""
+        self.training: weakref.WeakSet = weakref.WeakSet()
+        """All DataLoaders of the training, and of the evaluation:"""
+        self.evaluating: weakref.WeakSet = weakref.WeakSet()
+        self.device: Any = None
+        self.synchronised = True
+        """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
+        self.undisturbed = False
+        """Whether steps are taken as they are and do not end so: the device is used as without the doctor."""
+        self._own: dict[str, bool] = {}
+        self._looked, self._schedules_seen = 0, False
+        self._ends_steps(None)
+        self._fetched: list[weakref.ref] = []
+        self._in_batches, self._in_calls = 0, defaultdict(int)
+        self._to_be_used, self._used = 0, 0
+        self._undo = ExitStack()
+        self._patches: list[tuple[Any, str, Any, Any]] = []
+        self._adopted: list[Callable[[], None]] = []
+        self._dynamo_knows = False
+        self._stepping: dict[int, list[Any]] = {}
+        self.traced = False
+        """Whether torch.compile has traced something."""
+        self._events: list[tuple[str, Any, Any]] = []
+        # What a counterfactual changes, for as long as it lasts
+        self.same_batch = False
+        """Each batch of the training is the one before."""
+        self.of_batch: Callable[[Any], Any] | None = None
+        """What becomes of a batch of the training."""
+        self.muted: dict[str, Callable[..., None]] = {}
+        """By kind, "print" or "save": what is called in its place."""
+        self.in_scratch = False
+        """Whether what is written goes to a scratch folder."""
+        self.around_forward: Callable[[], Any] = nullcontext
+        """A context in which outermost modules are called."""
+        self.of_input: Callable[[Any], Any] | None = None
+        self.of_output: Callable[[Any], Any] | None = None
+        """What becomes of an outermost module's arguments, and of its output where that has gradients."""
+        self.instead: dict[int, Callable[..., Any]] = {}
+        """By root: what is called in its place."""
+        self.known_values = False
+        """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
+        self.known_outputs: dict[tuple, Any] | None = None
+        """A model that is called without gradients gives what it gave for an input of this shape; so do its data. These
+        outputs, by model and shapes; None: as ever, and none is kept."""
+        self._values: dict[tuple, list[Any]] = {}
+        self._given: dict[tuple, int] = defaultdict(int)
+        self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._evaluated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._changed = False
+
+    # Installing
+
+    def install(self) -> None:
+        """Once torch has been imported. Nothing of it asks the driver, not even whether there is a GPU.
+
+        Which GPUs are visible is settled by the first such question: a script may still want to set that, or to fork.
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.utils.data import DataLoader, dataloader
+
+        self.torch = torch
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._replace(torch.autograd, "backward", self._backward)
+        self._replace(torch.autograd, "grad", self._backward)
+        for name in WAITS:
+            self._replace(torch.Tensor, name, self._waiting)
+        for name in COPIES:
+            self._replace(torch.Tensor, name, self._copying)
+        for owner in (torch.cuda, torch.xpu, torch.mps, torch.accelerator):
+            self._replace(owner, "synchronize", functools.partial(self._noted, "synchronise"))
+        if dist.is_available():
+            for name in COLLECTIVES:
+                if hasattr(dist, name):
+                    self._replace(dist, name, functools.partial(self._noted, "exchange"))
+            self._replace(dist.Work, "wait", self._waiting_for_ranks)
+        self._replace(torch.autocast, "__enter__", self._autocasting)
+        self._replace(torch, "compile", self._compiling)
+        self._replace(torch, "save", functools.partial(self._mutable, "save"))
+        self._replace(builtins, "print", functools.partial(self._mutable, "print"))
+        self._replace(DataLoader, "__iter__", self._iterating)
+        self._replace(dataloader._BaseDataLoaderIter, "__init__", self._making)
+        self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
+        os.register_at_fork(after_in_child=self.spans.stop)  # stays registered: not of self, which knows the loader
+
+    def remove(self) -> None:
+        """All is as it was before."""
+        self.take_off()
+        self._undo.close()
+
+    def _replace(self, owner: Any, name: str, by: Callable[[Callable], Callable]) -> None:
+        original = getattr(owner, name)
+        own = name in vars(owner)  # else inherited
+        self._patches.append((owner, name, original if own else None, functools.wraps(original)(by(original))))
+        setattr(owner, name, self._patches[-1][-1])
+
+    def put_on(self, *args: Any) -> None:
+        """What is replaced is again."""
+        for owner, name, _, replacement in self._patches:
+            setattr(owner, name, replacement)
+
+    def take_off(self, *args: Any) -> None:
+        """Until `put_on`."""
+        for owner, name, original, replacement in self._patches:
+            if vars(owner).get(name) is not replacement:
+                continue  # the script has put something else there, or it is off
+            if original is not None:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+    # torch.autocast
+
+    def _autocasting(self, enter: Callable) -> Callable:
+        """A model may switch it on within its own forward, as the wrappers of some libraries do: it is off outside."""
+
+        def entered(context: Any) -> Any:
+            if not self._elsewhere() and context._enabled and self.spans.stack[-1] == "forward":
+                self.precision["autocast"] = str(context.fast_dtype).removeprefix("torch.")
+            return enter(context)
+
+        return entered
+
+    # torch.compile
+
+    def _compiling(self, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._dynamo_knows:
+                self._dynamo_knows = True
+                from torch._dynamo import callback, disable, trace_rules
+
+                trace_rules.add("labs.doctor")  # nothing here is ever traced,
+                self._end_step = disable(self._end_step)  # nor what is called from here
+                callback.on_compile_start(self._trace_begins)
+                callback.on_compile_end(self.put_on)
+                self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
+                self._undo.callback(callback.callback_handler.remove_end_callback, self.put_on)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _trace_begins(self, *args: Any) -> None:
+        self.take_off()
+        self.traced = True
+        if self._adopted and not self.called and not {"forward", "evaluation"} & set(self.spans.stack):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """A compiled function calls the models: what is hung onto them would be in its graph."""
+        for undo in self._adopted:
+            undo()
+        self._adopted, self._looked = [], LOOKED_FOR
+
+    def _elsewhere(self) -> bool:
+        """In a thread that is not the script's, in a fork, or while torch.compile reads the program."""
+        return threading.get_ident() != self.spans.thread or self.torch.compiler.is_compiling()
+
+    # Calls
+
+    def _timed(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+        self.spans.enter(kind)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.spans.leave()
+
+    def _noted(self, kind: str, function: Callable) -> Callable:
+        """Time is of `kind`, and the line of the script that calls is noted."""
+        name = function.__name__
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._elsewhere() or self.spans.stack[-1] in OPAQUE:
+                return function(*args, **kwargs)
+            begun, result = time.perf_counter(), None
+            try:
+                result = self._timed(kind, function, args, kwargs)
+                return result
+            finally:
+                if self.recording and not (kind == "copy" and result is args[0]):  # it was there
+                    noted = self.lines[(kind, name, *self._line())]
+                    noted[0] += 1
+                    noted[1] += time.perf_counter() - begun
+
+        return call
+
+    def _waiting_for_ranks(self, function: Callable) -> Callable:
+        """Within forward and backward it is the model that waits, of FSDP for instance: part of them, by its design."""
+        noted = self._noted("exchange", function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if self.spans.stack[-1] in ("forward", "backward") else noted)(*args, **kwargs)
+
+        return call
+
+    def _mutable(self, kind: str, function: Callable) -> Callable:
+        noted = self._noted(kind, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kind in self.muted and not self._elsewhere():
+                return self.muted[kind](*args, **kwargs)
+            return noted(*args, **kwargs)
+
+        return call
+
+    def _waiting(self, function: Callable) -> Callable:
+        """Of a tensor that is on a GPU the value is waited for; the line is noted for any tensor."""
+        noted = self._noted("synchronise", function)
+
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (self.known_values or self.recording) or self._elsewhere() or self.spans.stack[-1] in OPAQUE:
+                return noted(tensor, *args, **kwargs)
+            if sys._getframe(1).f_code.co_filename.endswith(SCALER):
+                return self._timed("synchronise", function, (tensor, *args), kwargs)
+            if tensor.device.type == "cpu":  # its value is there
+                return noted(tensor, *args, **kwargs)
+            key = (function.__name__, *self._line())
+            place, known = self._given[key], self._values.setdefault(key, [])
+            self._given[key] += 1
+            if self.known_values and place < len(known):
+                return _own_copy(known[place])
+            value = noted(tensor, *args, **kwargs)
+            if self.recording:
+                known[place:] = [_own_copy(value)]
+            return value
+
+        return call
+
+    def _copying(self, function: Callable) -> Callable:
+        """To the host it is a wait as `.cpu()` is."""
+        copied, waited = self._noted("copy", function), self._waiting(function)
+
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            to_host = tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values())))
+            return (waited if to_host else copied)(tensor, *args, **kwargs)
+
+        return call
+
+    def _is_host(self, where: Any) -> bool:
+        """Of an argument of `.to`. The text of a tensor is never asked for: that waits for it."""
+        if isinstance(where, self.torch.Tensor):
+            where = where.device
+        return isinstance(where, str | self.torch.device) and str(where).startswith("cpu")
+
+    def _backward(self, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._elsewhere():
+                return function(*args, **kwargs)
+            if function.__name__ == "backward":
+                self.backwards += 1
+                self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
+            self.anomaly = self.anomaly or self.torch.is_anomaly_enabled()
+            return self._on_device("backward", function, args, kwargs)
+
+        return call
+
+    def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Timed by the host's clock, and on a GPU by events on its stream."""
+        events = None
+        if self.recording and self.device is not None and self.device.type == "cuda":
+            events = [self.torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+        try:
+            return self._timed(kind, function, args, kwargs)
+        finally:
+            if events:
+                events[1].record()
+                self._events.append((kind, *events))
+
+    # Data
+
+    def _iterating(self, function: Callable) -> Callable:
+        def call(loader: Any) -> Any:
+            if self._elsewhere():
+                return function(loader)
+            if self.known_outputs is not None and loader in self._evaluated:
+                batch, batches = self._evaluated[loader]
+                return itertools.repeat(batch, batches)
+            self.loader_starts += loader in self.training
+            return self._timed(self._kind_of(loader), function, (loader,), {})
+
+        return call
+
+    def _making(self, function: Callable) -> Callable:
+        """Whose batches it gives is noted in torch's own iterator: what a DataLoader returns may be a wrapper of it."""
+
+        def call(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            iterator._doctor_loader = loader
+            function(iterator, loader, *args, **kwargs)
+
+        return call
+
+    def _next(self, function: Callable) -> Callable:
+        def call(iterator: Any) -> Any:
+            loader = getattr(iterator, "_doctor_loader", None)
+            if loader is None or self._elsewhere():
+                return function(iterator)
+            again = self.same_batch and loader in self.training and self._again(loader)
+            if not again:
+                batch = self._timed(self._kind_of(loader), function, (iterator,), {})
+                if loader in self.training:
+                    self._keep(loader, batch)
+                elif self.recording and loader in self.evaluating:
+                    first = batch if iterator._num_yielded == 1 else self._evaluated.get(loader, (batch,))[0]
+                    self._evaluated[loader] = first, iterator._num_yielded
+            else:
+                batch = again[0]
+            self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
+            if loader is self.loader:
+                self._in_batches += length(batch, self.torch.Tensor)
+            return self.of_batch(batch) if self.of_batch and loader in self.training else batch
+
+        return call
+
+    def _keep(self, loader: Any, batch: Any) -> None:
+        """For the same batch again. A script may write into a batch; then a copy of the next one is kept."""
+        before = self._batches.get(loader)
+        if before and not before[2] and not self.same_batch:
+            self._changed = self._changed or [t._version for t in _leaves(before[0], self.torch)] != before[1]
+        copied = self._changed and self.same_batch
+        kept = _mapped(self.torch.Tensor.clone, batch, self.torch) if copied else batch
+        self._batches[loader] = kept, [t._version for t in _leaves(kept, self.torch)], copied
+
+    def last_batch(self) -> Any:
+        """Of the training, as the DataLoader gave it; None if there is none."""
+        kept = self._batches.get(self.loader) if self.loader is not None else None
+        return kept[0] if kept else None
+
+    def _again(self, loader: Any) -> tuple[Any] | None:
+        """The batch before, in new lists and dicts: a script may take things out of them. None if it was changed."""
+        kept = self._batches.get(loader)
+        if kept is None or (self._changed and not kept[2]):
+            return None
+        own = self.torch.Tensor.clone if kept[2] else (lambda t: t)
+        return (_mapped(own, kept[0], self.torch),)
+
+    def _kind_of(self, loader: Any) -> str:
+        return "evaluation" if loader in self.evaluating else "data"
+
+    def _sort(self, training: bool) -> None:
+        """A model is called: what was fetched just before is data of the training, or of the evaluation."""
+        fetched = [one for one in (ref() for ref in self._fetched) if one is not None]
+        if not training:
+            self.evaluating.update(one for one in fetched if one not in self.training)
+            return
+        self._fetched = []
+        mine = [one for one in fetched if one not in self.evaluating] or fetched[-1:]
+        if mine:
+            self.training.update(mine)
+            self.evaluating -= self.training
+            self.loader = mine[-1]
+
+    # Modules
+
+    def _adopt(self, modules: Iterable[Any]) -> None:
+        """Have these modules called through `_call_root`, which is what torch does with a module that is compiled."""
+        for module in modules:
+            if id(module) in self.roots:
+                continue
+            self.roots[id(module)] = module
+            before = module._compiled_call_impl
+            if before is not None:
+                self.compiled.add(id(module))
+            # Not by setattr: an OptimizedModule would hand it on to the module within
+            module.__dict__["_compiled_call_impl"] = functools.partial(self._call_root, module, before)
+            undo = functools.partial(_put_back, module.__dict__, "_compiled_call_impl", before)
+            self._adopted.append(undo)
+            self._undo.callback(undo)
+
+    def _call_root(self, module: Any, compiled: Callable | None, *args: Any, **kwargs: Any) -> Any:
+        function = compiled or module._call_impl
+        if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
+            return function(*args, **kwargs)
+        given = args, kwargs
+        # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
+        training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _leaves(given, self.torch))
+        again = self.spans.stack[-1] == "backward"
+        self._sort(training)
+        if self.of_input:
+            args, kwargs = self.of_input(given)
+        if not training:
+            return self._evaluate(module, function, args, kwargs)
+        function = self.instead.get(id(module), function)
+        if not again:
+            self._seen(module, *given)
+        with self.around_forward():
+            output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
+        if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
+            self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
+        return self.of_output(output) if self.of_output else output
+
+    def _evaluate(self, module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.known_outputs is None:
+            return self._timed("evaluation", function, args, kwargs)
+        key = (id(module), *(tuple(t.shape) for t in _leaves((args, kwargs), self.torch)))
+        if key not in self.known_outputs:
+            self.known_outputs[key] = self._timed("evaluation", function, args, kwargs)
+        return self.known_outputs[key]
+
+    def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
+        """At each call: how many samples. At the first one: device, precision."""
+        self._in_calls[id(module)] += length((args, kwargs), self.torch.Tensor)
+        if id(module) in self.called:
+            return
+        self.called.add(id(module))
+        first = next(module.parameters(), None)
+        self.device = self.device or (None if first is None else first.device)
+        kind = self.device.type if self.device is not None else "cpu"
+        if self.torch.is_autocast_enabled(kind):
+            self.precision["autocast"] = str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+    def watch_unused(self, parameters: Iterable[Any]) -> None:
+        """From now on see whether each step's backward passes use all of them, on this rank."""
+
+        def used(parameter: Any) -> None:
+            self._used += 1
+
+        for parameter in parameters:
+            self._to_be_used += 1
+            self._undo.callback(parameter.register_post_accumulate_grad_hook(used).remove)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens within is not the script's: nothing of it is counted."""
+        thread, self.spans.thread = self.spans.thread, -1
+        try:
+            yield
+        finally:
+            self.spans.thread = thread
+
+    @property
+    def samples(self) -> int:
+        """Of this step so far: from its batches; without a DataLoader from the model that was given the most."""
+        return self._in_batches or max(self._in_calls.values(), default=0)
+
+    @property
+    def looking(self) -> bool:
+        """Whether it is still looked for modules that the script calls."""
+        return self._looked < LOOKED_FOR
+
+    def _discover(self) -> None:
+        """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
+        self._looked += 1
+        self._hook_schedules()
+        mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
+        held = {id(p) for root in self.roots.values() for p in root.parameters()}
+        if mine - held:
+            modules = [m for m in self._modules() if any(id(p) in mine for p in m.parameters())]
+            inner = {id(c) for m in modules for c in m.modules() if c is not m}
+            self._adopt(m for m in modules if id(m) not in inner)
+            self._fetched = []  # by calls that were not seen
+        within = {id(m) for key in self.called for m in self.roots[key].modules()}
+        for key, module in list(self.roots.items()):
+            if key not in within and self._looked > 1:
+                self._adopt(c for c in module.children() if any(id(p) in mine for p in c.parameters()))
+            wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
+            if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
+                self._adopt([wrapped])  # DDP: evaluation calls what it wraps
+        if not self.looking:
+            kinds = {type(m) for m in self._modules() if next(m.parameters(), None) is not None}
+            forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
+            codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
+            self.forwards = {code for code in codes if code is not None}
+
+    def _modules(self) -> list[Any]:
+        return [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
+
+    def in_forward(self, frame: types.FrameType | None) -> bool:
+        """Whether a module's forward is running there: called by name, or of a module that is not a root."""
+        while frame is not None:
+            if frame.f_code in self.forwards:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _hook_schedules(self) -> None:
+        """What a pipeline's schedule does besides forward and backward is exchange: it waits for its neighbours."""
+        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+        if schedules is None or self._schedules_seen:
+            return
+        self._schedules_seen = True
+        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            self._replace(owner, "step", functools.partial(self._noted, "exchange"))
+
+    # Steps
+
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._elsewhere():
+            return None
+        self.optimizers[id(optimizer)] = optimizer
+        if self._boundary not in self.optimizers:  # it is the first one, or the script has dropped that before it
+            self._ends_steps(id(optimizer))
+        begun = self._stepping.get(id(optimizer))
+        if begun and _runs(begun[0]):  # a subclass whose step calls that of its class
+            begun[1] += 1
+            return None
+        self._stepping[id(optimizer)] = [sys._getframe(1), 1]
+        self.spans.enter("optimizer")
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            return None
+        return (args[0], *map(self._as_own_code, args[1:])), {name: self._as_own_code(a) for name, a in kwargs.items()}
+
+    def _as_own_code(self, argument: Any) -> Any:
+        """A closure that an optimizer is given is the script's, with its forward, its backward and its waits."""
+        if not callable(argument):
+            return argument
+
+        @functools.wraps(argument)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            if self._elsewhere():
+                return argument(*args, **kwargs)
+            return self._timed(self.spans.stack[0], argument, args, kwargs)
+
+        return closure
+
+    def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if self._elsewhere():
+            return
+        begun = self._stepping[id(optimizer)]
+        begun[1] -= 1
+        if begun[1]:
+            return
+        del self._stepping[id(optimizer)]
+        self.spans.leave()
+        self._find_last(id(optimizer))
+        self._others = 0 if id(optimizer) == self._boundary else self._others + 1
+        if self._others > GONE * len(self.optimizers):
+            self._ends_steps(id(optimizer))
+        if id(optimizer) == self._boundary:
+            self._end_step()
+
+    def _ends_steps(self, optimizer: int | None) -> None:
+        """Until `_find_last` knows better."""
+        self._boundary, self._others = optimizer, 0
+        self._iterations = 0
+        self._in_iteration: list[int] = []
+        self._in_each: list[int] = []
+
+    def _find_last(self, optimizer: int) -> None:
+        """Of several optimizers a step ends with the last that takes one step in each iteration.
+
+        After that of an earlier one the graph of a loss to come may be there: torch refuses to go back through weights
+        that were put back meanwhile. The first iteration begins with the first optimizer that takes a step.
+        """
+        if self._iterations == ITERATIONS:
+            return
+        if self._in_iteration[:1] == [optimizer]:
+            self._iterations += 1
+            once = [o for o in self._in_iteration if self._in_iteration.count(o) == 1]
+            self._in_each = [o for o in once if o in (self._in_each or once)]
+            self._boundary, self._in_iteration = self._in_each[-1], []
+        self._in_iteration.append(optimizer)
+
+    def _end_step(self) -> None:
+        if self.synchronised:
+            self.synchronise()
+        seconds = self.spans.cut()
+        self.unused_seen = self.unused_seen or (self.recording and self._used < self._to_be_used)
+        if self.looking:
+            self._discover()
+        elif not self.called and self.loader is None:
+            self._sort(training=True)  # no model's call can be seen: what was fetched last
+        try:
+            self.on_step(seconds)
+        finally:
+            self.backwards = self.loader_starts = self._in_batches = self._used = 0
+            self._in_calls.clear()
+            self._given.clear()
+            self.spans.restart()
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was given so far. The script itself does not: the wait is ours."""
+        if self.can_wait:
+            self.spans.enter("device")
+            (self.torch.cuda if self.device.type == "cuda" else self.torch.accelerator).synchronize(self.device)
+            self.spans.leave()
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether there is a device besides the host, and torch can wait for it."""
+        if self.device is None or self.device.type in ("cpu", "cuda"):
+            return self.device is not None and self.device.type == "cuda"
+        of_torch = self.torch.accelerator.current_accelerator()
+        return of_torch is not None and self.device.type == of_torch.type
+
+    def mark(self) -> Any:
+        """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
+        if self.device is None or self.device.type != "cuda":
+            return None
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record(self.torch.cuda.current_stream(self.device))
+        return event
+
+    def device_seconds(self) -> dict[str, float]:
+        """Since it was asked last, by kind; after a synchronisation. Empty without a GPU."""
+        found: dict[str, float] = defaultdict(float)
+        for kind, begun, ended in self._events:
+            found[kind] += begun.elapsed_time(ended) / 1e3
+        self._events.clear()
+        return found
+
+    # Lines
+
+    def _line(self) -> tuple[str, int]:
+        """The nearest line of the script's own that has led here; ("", 0) if there is none."""
+        return self.own_line(sys._getframe(2))
+
+    def own_line(self, frame: types.FrameType | None) -> tuple[str, int]:
+        """The same, from a frame on."""
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name not in self._own:
+                path = os.path.realpath(name)
+                inside = path.startswith(self.folder + os.sep) and not path.startswith(LIBRARIES)
+                self._own[name] = inside and "-packages" not in path[len(self.folder) :]  # pip's --user is there
+            if self._own[name]:
+                return name, frame.f_lineno
+            frame = frame.f_back
+        return "", 0
+
+    def noted_lines(self, steps: int) -> list[Line]:
+        """Costliest first."""
+        found = [
+            Line(kind, what, file, line, linecache.getline(file, line).strip(), calls / steps, 1e3 * s / steps)
+            for (kind, what, file, line), (calls, s) in self.lines.items()
+        ]
+        return sorted(found, key=lambda noted: -noted.ms)
+
+
+def length(batch: Any, tensor: type) -> int:
+    """Of the first tensor in it that has a dimension; 0 if there is none."""
+    if isinstance(batch, tensor):
+        return len(batch) if batch.dim() else 0
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return next((n for n in (length(value, tensor) for value in values) if n), 0)
+
+
+def _runs(frame: Any) -> bool:
+    """Whether it is one of those that have led here: a step that has failed is not."""
+    here = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
+
+
+def _put_back(holder: dict, name: str, value: Any) -> None:
+    if value is None:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+
+
+def _leaves(tree: Any, torch: Any) -> list[Any]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any, torch: Any) -> Any:
+    """The same structure of new lists, tuples and dicts, its tensors changed."""
+    return torch.utils._pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _own_copy(value: Any) -> Any:
+    """A tensor or array may be written into by whoever gets it."""
+    return (
+        value.copy()
+        if hasattr(value, "__array__") and hasattr(value, "copy")
+        else (value.clone() if hasattr(value, "clone") else value)
+    )
+
+
+def _checksum(parameters: Iterable[Any], torch: Any) -> float:
+    """The same on ranks that hold the same weights; 0 if it is no number."""
+    total = 0.0
+    with torch.no_grad():
+        for p in parameters:
+            own = p.to_local() if hasattr(p, "to_local") else p
+            total += float(own.detach().sum(dtype=torch.float64))
+    return total if math.isfinite(total) else 0.0
+
+
+def describe(hooks: Hooks, facts: Facts) -> None:
+    """Write into `facts` what the training consists of. Called at the end of a step, below whatever has called it."""
+    torch = hooks.torch
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    roots = [m for key, m in hooks.roots.items() if key in hooks.called] or list(hooks.roots.values())
+    modules = [m for root in roots for m in root.modules()]
+    ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    parameters = {id(p): p for root in roots for p in root.parameters()}.values()
+    facts.training = {
+        "models": [type(m).__name__ for m in roots],
+        "forward_seen": bool(hooks.called),
+        "trainer": trainers.calling(sys._getframe()),
+        "parameters": sum(p.numel() for p in parameters),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "autocast": hooks.precision.get("autocast", ""),
+        "optimizers": [
+            {"kind": type(o).__name__, "fused": bool(o.defaults.get("fused")), "foreach": o.defaults.get("foreach")}
+            for o in hooks.optimizers.values()
+        ],
+        "ddp": len(ddp),
+        "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
+        "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
+        "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
+        "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
+        "data_parallel": any(isinstance(m, DataParallel) for m in modules),
+        "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
+        "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
+        "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
+        "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
+        "weights": _checksum(parameters, torch),
+    }
+    hooks.ddp = ddp
+    searching = [m for m in ddp if m.find_unused_parameters]
+    hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
+    facts.device = hooks.device.type if hooks.device is not None else "cpu"
+    if facts.device == "cuda":
+        facts.device_name = torch.cuda.get_device_name(hooks.device)
+    elif facts.device != "cpu" and not hooks.can_wait:
+        facts.unseen.append(f"when {facts.device} is done: torch cannot wait for it, so a step ends on the host")
+    if hooks.loader is not None:
+        one = hooks.loader
+        batch_size = one.batch_size or getattr(one.batch_sampler, "batch_size", None)
+        facts.loader = Loader(
+            batch_size,
+            one.num_workers,
+            (one.prefetch_factor or 0) if one.num_workers else 0,
+            bool(one.pin_memory),
+            bool(one.persistent_workers),
+            type(one.dataset).__name__,
+            type(one.sampler).__name__,
+            0.0,
+        )
+    if not hooks.called:
+        where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
+        facts.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")

@@ -1,0 +1,422 @@
+"""Which step is taken how: some to warm up, some as they are, then counterfactuals in turn with steps as they are.
+
+A counterfactual's steps stand beside steps as they are in each round, so that a noisy machine decides nothing. Before
+each of its turns model, optimizer and random state are copied, and put back after it: what the script trains goes on
+from steps as they are alone, with other batches of its data. All ranks do the same in the same step: rank 0 says what.
+
+What the script may not survive comes last, one after the other: what was seen before is safe in the facts by then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from labs.doctor import state
+from labs.doctor.facts import AS_IS, Facts, Gone, not_reached, rare_kinds
+from labs.doctor.hooks import Hooks
+from labs.doctor.kept import Found, Kept
+from labs.doctor.ranks import Apart, Ranks
+
+WARM_UP = 5
+MOST_WARM_UP = 40
+"""While torch.compile goes on compiling."""
+LEAST_ROUNDS, MOST_ROUNDS = 6, 40
+"""At least as many as an interval needs (labs.kit.measure.fewest, which would import torch before the script does)."""
+NARROW, NARROW_ROUNDS = 1.08, 10
+"""After so many rounds no more are taken if the upper end of each interval is at most so many times the lower one. What
+the interval holds decides nothing: to stop as soon as it holds no 1 would accuse every other healthy training."""
+TURN_S = 0.1
+"""A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
+MOST_STEPS = 10
+LEAST_STEPS = 5
+"""Of a turn on a device that works beside the host: between these steps it is not waited for."""
+BURST_S = 1.0
+"""For a turn with workers, which give a batch each at about the same time: at most."""
+TRIAL_SHARE = 0.2
+"""Of the time, for each trial beside the script's loop."""
+SPARE = 1.2
+"""Times the seconds that are missing: those that a user is told to add, for steps do not take the same time again."""
+EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
+"""What comes now and then and takes more than this share of the run is to be seen so many times: for that there are
+further steps as they are, within a share of the time for counterfactuals."""
+MUCH_SLOWER, SLOWER = 8.0, 2.0
+"""A counterfactual whose fastest step takes so many times a step as it is, in two rounds on end, has no further one
+where the time is short of MOST_ROUNDS; the second number counts when it is over. The fastest, for on a busy machine
+some steps of a millisecond take a hundred."""
+Steps = Generator[None, dict[str, float], None]
+"""Takes the next step, and is sent its seconds by kind."""
+
+
+class Mode(Protocol):
+    """A counterfactual: what a step would take if one thing were otherwise. An upper bound of what its cure gives."""
+
+    name: str
+    settle: int
+    """Steps after its start that are not counted."""
+    samples_factor: float
+    """Samples in one of its steps, in those of a step as it is."""
+    needs_restore: bool
+    """Whether its steps leave something else in model or optimizer than a step as it is would."""
+    risky: bool
+    """Whether a script may not survive it."""
+    on_request: bool
+    """Tried only if its name is given: it takes long."""
+
+    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+        """Why it cannot be tried or would show nothing; "" if it can."""
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        """Share of a step that it may save, by a guess from the steps as they are: time goes where there is most."""
+
+    def enter(self, hooks: Hooks) -> None:
+        """Until `leave`."""
+
+    def leave(self, hooks: Hooks) -> None:
+        """As it was before."""
+
+
+class Trial(Protocol):
+    """What cannot be changed within the script's loop: it is tried beside it, between two steps."""
+
+    name: str
+    on_request: bool
+
+    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+        """As that of a Mode."""
+
+    def measure(self, hooks: Hooks, facts: Facts, seconds: float) -> None:
+        """Into `facts`, within the time."""
+
+
+class OnRequest:
+    """In the place of a mode that takes long, and that nobody has asked for."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.name, self.mode = mode.name, mode
+
+
+def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence[Mode | Trial | OnRequest]) -> Steps:
+    """All steps that are wanted, noted in `facts`. Ends when they are done. `seconds`: for what is after `steps`."""
+    wanted = [mode for mode in modes if not isinstance(mode, OnRequest)]
+    facts.seconds, facts.planned = seconds, [mode.name for mode in wanted]
+    ranks = Ranks(facts.ranks)
+    try:
+        facts.stage = "warm-up"
+        yield from _warm_up(hooks, ranks)
+        facts.stage = "as it is"
+        begun = time.perf_counter()
+        yield from _as_it_is(hooks, facts, ranks, steps, EXTRA_SHARE * seconds)
+        longer_s = (time.perf_counter() - begun) * (1 - steps / len(facts.step_s))  # than it would have taken
+        facts.stage = "in turn"
+        yield  # what the process uses is looked at here, before anything is copied
+        if ranks.alone:
+            raise Apart("the doctor is not in the ranks that the script has started itself")
+        for mode in (mode.mode for mode in modes if isinstance(mode, OnRequest)):
+            if why := mode.why_not(hooks, facts):
+                facts.not_tried[mode.name] = why
+                facts.gone += [mode.name] if isinstance(why, Gone) else []
+            else:
+                facts.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
+        yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(wanted)
+    except Apart as e:
+        if not facts.step_s:
+            facts.error = str(e)
+        facts.unseen.append(f"counterfactuals: {e}")
+        facts.left_out |= dict.fromkeys(not_reached(facts), str(e))
+    ranks.part()
+    facts.stage = "done"
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
+    graphs, quiet = -1, 0
+    for i in range(MOST_WARM_UP):
+        yield
+        if i == 0:
+            ranks.look()
+        quiet = quiet + 1 if compiled_graphs() == graphs and (hooks.called or not hooks.looking) else 0
+        graphs = compiled_graphs()
+        if all(ranks.each_says(quiet >= WARM_UP - 1)):
+            return
+
+
+def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: float) -> Steps:
+    """Where their time goes. What is noted for each line is that of these steps.
+
+    More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
+    """
+    hooks.recording, hooks.spans.calls, graphs = True, 0, [compiled_graphs()]
+    backwards, samples = [], []
+    done, wanted = 0, steps
+    while done < wanted:
+        spans = yield
+        done += 1
+        facts.step_s.append(sum(spans.values()))
+        for kind, s in spans.items():
+            facts.spans_s.setdefault(kind, []).append(s)
+        for kind, s in hooks.device_seconds().items():
+            facts.device_s.setdefault(kind, []).append(s)
+        backwards.append(hooks.backwards), samples.append(hooks.samples), graphs.append(compiled_graphs())
+        facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
+        facts.lines = hooks.noted_lines(done)
+        facts.cost["calls"] = hooks.spans.calls / done
+        if done == steps:
+            wanted += min(ranks.each_says(min(max(ranks.each_says(_more_events(facts))), _that_last(facts, extra_s))))
+    facts.training["exchanges"] = hooks.exchanges / wanted
+    made = [after - before for before, after in itertools.pairwise(graphs)]
+    facts.compiles |= {"in_steps": sum(made), "at": [i for i, n in enumerate(made) if n]}
+    facts.rare = rare_kinds(facts)
+    hooks.recording = False
+
+
+def _more_events(facts: Facts) -> int:
+    """Further steps after which each rare thing that costs much has been seen EVENTS times; 0 if there is none."""
+    rare = [facts.spans_s[kind] for kind in rare_kinds(facts)]
+    dear = [of for of in rare if sum(of) > COSTLY * sum(facts.step_s)]
+    seen = [sum(s > 0 for s in of) for of in dear]
+    return max((math.ceil((EVENTS - n) * len(facts.step_s) / n) for n in seen if n < EVENTS), default=0)
+
+
+def _that_last(facts: Facts, seconds: float) -> int:
+    return int(seconds / statistics.fmean(facts.step_s))
+
+
+class _InTurn:
+    """Rounds of turns, within a time."""
+
+    def __init__(self, hooks: Hooks, facts: Facts, ranks: Ranks, seconds: float) -> None:
+        self.hooks, self.facts, self.ranks = hooks, facts, ranks
+        self.ends, self.seconds = time.perf_counter() + seconds, seconds
+        self.kept: Kept | None = None
+        """Copies, as long as they are those of the last step as it is."""
+        self.found: Found | None = None
+        self.fastest_s: dict[str, list[float]] = {}
+        """By name: the fastest step of each turn."""
+        self.step_s, self.steps, self.settle, self.drain = json.loads(ranks.first_says(json.dumps(self._lengths())))
+
+    def _lengths(self) -> tuple[float, int, int, int]:
+        """A step in s; steps of a turn that count, and before them; steps after one that took no batches."""
+        step_s, loader = statistics.median(self.facts.step_s), self.facts.loader
+        waits = statistics.fmean(self.facts.spans_s.get("data", [0.0])) > 0.02 * step_s
+        steps = max(1 if self.facts.device == "cpu" else LEAST_STEPS, min(MOST_STEPS, round(TURN_S / step_s)))
+        if loader and loader.workers and waits:  # their batches come in bursts of as many
+            steps = max(steps, min(loader.workers, round(BURST_S / step_s)))
+        settle = int(step_s < TURN_S or self.facts.device != "cpu")
+        # After steps that took no batches workers have some ready, which a step as it is must first use up
+        ready = min(loader.workers * loader.prefetch, 1 + settle + steps) if loader else 0
+        return step_s, steps, settle, 1 + ready
+
+    def all(self, modes: Sequence[Mode | Trial]) -> Steps:
+        """Those that can be tried: first all that are harmless together, then one after the other."""
+        tried = self._that_can(modes)
+        trials = [mode for mode in tried if hasattr(mode, "measure")]
+        promises = {mode.name: mode.promise(self.hooks, self.facts) for mode in tried if mode not in trials}
+        promises = json.loads(self.ranks.first_says(json.dumps(promises)))
+        safe = [mode for mode in tried if mode not in trials and not mode.risky]
+        risky = sorted((mode for mode in tried if mode not in trials and mode.risky), key=lambda m: -promises[m.name])
+        trial_s = TRIAL_SHARE * self.seconds
+        self.ends -= trial_s * len(trials)
+        share = 1 - TRIAL_SHARE * len(trials)
+        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky], promises, share)
+        for number, stage in enumerate(stages):
+            weight = [self._round_steps(of) for of in stages[number:]]
+            left = self.ends - time.perf_counter()
+            yield from self._stage(stage, left * weight[0] / sum(weight))
+        for trial in trials:
+            self.facts.trying = trial.name
+            yield from self._steps_as_they_are(1)
+            self._keep()
+            with self.hooks.aside():
+                trial.measure(self.hooks, self.facts, trial_s)
+            self.kept.restore()  # random state: a sampler draws from it
+            self.facts.trying = ""
+
+    def _that_can(self, modes: Sequence[Mode | Trial]) -> list[Mode | Trial]:
+        """On all ranks."""
+        reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.facts))}
+        self.facts.gone += [name for name, why in reasons.items() if isinstance(why, Gone)]
+        if not Kept.room(self.hooks, self.facts.local_ranks):
+            mine = "no memory is left for copies of model and optimizer, to put them back after it"
+            reasons |= {
+                mode.name: mine for mode in modes if getattr(mode, "needs_restore", False) and mode.name not in reasons
+            }
+        for of_rank in self.ranks.each_says(reasons):
+            self.facts.not_tried |= of_rank | self.facts.not_tried
+        return [mode for mode in modes if mode.name not in self.facts.not_tried]
+
+    def _round_steps(self, stage: Sequence[Mode]) -> int:
+        """In one round."""
+        turns = sum(mode.settle + self.settle + self.steps for mode in stage) + self.settle + self.steps
+        return turns + self.drain * any(mode.name == "same batch again" for mode in stage)
+
+    def _that_fit(self, stages: list[list[Mode]], promises: dict[str, float], share: float) -> list[list[Mode]]:
+        """Within the time, with rounds enough for an interval: others are left out, the least promising first.
+
+        `share`: of all seconds, those for turns.
+        """
+        have = float(self.ranks.first_says(str(self.ends - time.perf_counter())))
+        given = self.seconds if self.facts.seconds is None else self.facts.seconds
+        while stages and (need := LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages))) > have:
+            mode = min((m for of in stages for m in of), key=lambda m: promises[m.name])
+            # With so many seconds this one and all that promise more have their rounds
+            enough = math.ceil(given + SPARE * (need - have) / share)
+            self.facts.left_out[mode.name] = f"{given:g} s are too short for it: --seconds {enough}"
+            stages = [kept for of in stages if (kept := [m for m in of if m is not mode])]
+        return stages
+
+    def _stage(self, modes: list[Mode], seconds: float) -> Steps:
+        ends = time.perf_counter() + seconds
+        by_name = {mode.name: mode for mode in modes}
+        self.facts.trying = modes[0].name if modes[0].risky else ""
+        for mode in modes:
+            self.facts.samples_factor[mode.name] = mode.samples_factor
+        draw, done, round_s = random.Random(0), 0, 0.0
+        if self.facts.trying:
+            yield from self._steps_as_they_are(1)  # the facts are saved before it, with what is tried
+        while True:
+            order = draw.sample([AS_IS, *by_name], len(by_name) + 1)
+            enough = done >= MOST_ROUNDS or (done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends)
+            enough = enough or (done >= NARROW_ROUNDS and self._all_narrow(by_name))
+            order = json.loads(self.ranks.first_says(json.dumps([] if enough or not by_name else order)))
+            if not order:
+                break
+            begun = time.perf_counter()
+            turns: dict[str, list[float]] = {}
+            for name in order:
+                yield from self._turn(by_name.get(name), turns.setdefault(name, []))
+            self._note(turns)
+            round_s = time.perf_counter() - begun
+            done += 1
+            slow = self._too_slow(by_name, done, (ends - time.perf_counter()) / round_s)
+            for name in json.loads(self.ranks.first_says(json.dumps(slow))):
+                times = self.facts.turns_s.pop(name)[-1][0] / turns[AS_IS][0]
+                self.facts.not_tried[name] = f"its step took {times:.0f} times as long: not looked at any further"
+                del by_name[name]
+        self.facts.trying = ""
+
+    def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
+        """`counted`: gets the mean step."""
+        self.ranks.wait()  # one that is behind would slow down this turn's first step on others
+        hooks, spans, starts = self.hooks, [], []
+        with self._entered(mode):
+            hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
+            try:
+                for _ in range((mode.settle if mode else 0) + self.settle):
+                    yield
+                marks = [hooks.mark()]
+                if marks[0] is None:
+                    hooks.synchronise()  # the host's clock begins when the device has nothing left to do
+                hooks.undisturbed = mode is None
+                for number in range(self.steps):
+                    hooks.synchronised = number == self.steps - 1
+                    spans.append((yield))
+                    starts.append(hooks.loader_starts)
+                    marks.append(hooks.mark())
+            finally:
+                hooks.synchronised, hooks.undisturbed = True, False
+        steps = self._seconds(spans, marks)
+        # Steps that begin an epoch count only if most of them do
+        usual = [s for s, start in zip(steps, starts, strict=True) if not start]
+        counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
+        self.fastest_s.setdefault(mode.name if mode else AS_IS, []).append(min(steps))
+        if mode is None:
+            state.each_round(hooks, self.facts)
+        elif mode.name == "same batch again":
+            yield from self._steps_as_they_are(self.drain)
+
+    def _seconds(self, spans: list[dict[str, float]], marks: list[Any]) -> list[float]:
+        """Of each step of a turn, without what is rare.
+
+        From mark to mark by a GPU's own clock: the host runs ahead of it, and what it does meanwhile is in no step.
+        """
+        rare = [sum(s for kind, s in of.items() if kind in self.facts.rare) for of in spans]
+        if marks[0] is None:
+            took = [sum(of.values()) for of in spans]
+        else:
+            took = [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+        return [max(0.0, s - r) for s, r in zip(took, rare, strict=True)]
+
+    def _note(self, turns: dict[str, list[float]]) -> None:
+        """One list for each mode that was ever tried, so that those of one round stand at one place."""
+        rounds = len(self.facts.turns_s.setdefault(AS_IS, []))
+        for name in (*turns, *self.facts.turns_s):
+            self.facts.turns_s.setdefault(name, [[] for _ in range(rounds)])
+        for name, of in self.facts.turns_s.items():
+            of.append(turns.get(name, []))
+
+    def _too_slow(self, names: Iterable[str], done: int, fit: float) -> list[str]:
+        """Those without which more rounds fit, where so many still do."""
+        over = fit < 1
+        if not 2 <= done < (LEAST_ROUNDS if over else MOST_ROUNDS) or fit >= MOST_ROUNDS - done:
+            return []
+        factor = SLOWER if over else MUCH_SLOWER
+        as_is = [of[0] for of in self.facts.turns_s[AS_IS][-2:]]
+        return [
+            name for name in names if all(s > factor * a for s, a in zip(self.fastest_s[name][-2:], as_is, strict=True))
+        ]
+
+    def _all_narrow(self, names: Iterable[str]) -> bool:
+        """Whether further rounds would tell little more, by this rank's clock."""
+        from labs.doctor import bounds  # imported late: before the script has torch it would import it
+
+        found = [bounds.in_turn([self.facts], name) for name in names]
+        return all(bound is not None and bound.high <= NARROW * bound.low for bound in found)
+
+    def _steps_as_they_are(self, steps: int) -> Steps:
+        for _ in range(steps):
+            self.kept = None
+            yield
+
+    def _keep(self) -> None:
+        if self.kept is None:
+            self.found = self.found or Found(self.hooks)
+            self.kept = Kept(self.hooks, self.found)
+
+    @contextmanager
+    def _entered(self, mode: Mode | None) -> Iterator[None]:
+        if mode is None:
+            self.kept = None
+            yield
+            return
+        if not mode.needs_restore:
+            self.kept = None
+        else:
+            self._keep()
+        mode.enter(self.hooks)
+        try:
+            yield
+        finally:
+            mode.leave(self.hooks)
+            if mode.needs_restore:
+                self.kept.restore()
+
+
+def price_of_a_call(calls: int = 2_000) -> float:
+    """Seconds of the processor that a call takes longer here if it is timed and its line is noted.
+
+    One within a step costs more: it finds the processor's caches full of other things.
+    """
+    hooks = Hooks(os.path.dirname(__file__), lambda spans: None)
+    hooks.torch, hooks.recording = sys.modules["torch"], True
+    hooks._own[price_of_a_call.__code__.co_filename] = True  # as if it were the script
+    noted = hooks._noted("rest", abs)
+    begun = time.thread_time()  # what other programs take meanwhile is none of its cost
+    for _ in range(calls):
+        noted(1)
+    return (time.thread_time() - begun) / calls

@@ -1,0 +1,5 @@
+"""python -m labs.doctor_trial"""
+
+from labs.doctor_trial import main
+
+main()

@@ -1,0 +1,77 @@
+"""torch's elastic agent for one training after the other. Started by labs.elastic_restart.agent, never by hand.
+
+    python -m labs.elastic_restart.agent_process ROOT
+
+Reads a request per line, as JSON: the folder of the training, whether its ranks are forked, torchrun's arguments and
+the training's own. It imports torch once, while its fork server does the same on another core, so that a training
+starts at once. Without fork it is torchrun itself: its ranks are fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+from labs.common.elastic import journal, lifeline, train
+
+MODULE = "labs.elastic_train"
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    root = Path(sys.argv[1])
+    lifeline.hold("agent")
+    multiprocessing.set_forkserver_preload(["labs.common.elastic.lifeline", "labs.common.elastic.loop"])
+    forkserver.ensure_running()
+    (root / f"server-{forkserver._forkserver._forkserver_pid}").touch()
+    import torch._dynamo  # otherwise done when the first rank fails, as its traceback is logged: a second or more
+    import torch.distributed.run  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        folder, error = Path(request["folder"]), ""
+        (folder / journal.FOLDER).mkdir(parents=True, exist_ok=True)
+        try:
+            run(folder, request["forked"], request["torchrun"], request["args"])
+        except BaseException as e:  # ChildFailedError, mostly: who waits for the answer shall hear of all
+            error = f"{type(e).__name__}: {' '.join(str(e).split())}"[:500]
+        (folder / "new-ended").write_text(json.dumps({"error": error}))
+        os.replace(folder / "new-ended", folder / "ended")
+
+
+def run(folder: Path, forked: bool, flags: list[str], args: list[str]) -> None:
+    """One training, with restarts; what the agent notices goes into the training's journal."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic import metrics
+    from torch.distributed.launcher.api import elastic_launch
+
+    with (folder / journal.FOLDER / "agent.jsonl").open("a", buffering=1) as file:
+
+        class ToJournal(metrics.MetricHandler):
+            def emit(self, metric_data: metrics.MetricData) -> None:
+                if event := EVENTS.get(metric_data.name):
+                    row = {"event": event, "time": metric_data.timestamp, "rank": None, "pid": os.getpid()}
+                    file.write(json.dumps(row) + "\n")
+
+        metrics.configure(ToJournal(), group="torchelastic")
+        if not forked:
+            return torchrun.main([*flags, "-m", MODULE, *args])
+        config, _, _ = torchrun.config_from_args(torchrun.parse_args([*flags, "-m", MODULE]))
+        config.start_method = "forkserver"
+        elastic_launch(config, train.entry)(args)
+
+
+EVENTS = {
+    "workers.default.failed": "detected",
+    "workers.default.unhealthy": "detected",
+    "SimpleElasticAgent._rendezvous.success": "starting",
+}
+"""Names under which the agent counts what it does, and what the journal calls the moment."""
+
+
+if __name__ == "__main__":
+    main()

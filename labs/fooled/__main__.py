@@ -1,0 +1,5 @@
+"""python -m labs.fooled"""
+
+from labs.kit import cli
+
+cli.main()

@@ -1,0 +1,5 @@
+"""python -m labs.loader_cores"""
+
+from labs.kit import cli
+
+cli.main()

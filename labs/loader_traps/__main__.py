@@ -1,0 +1,5 @@
+"""python -m labs.loader_traps"""
+
+from labs.kit import cli
+
+cli.main()

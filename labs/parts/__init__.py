@@ -1,1 +1,0 @@
-"""What experiments are made of, by subject."""

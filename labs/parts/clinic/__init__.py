@@ -1,1 +1,0 @@
-"""Patients of the clinic: one healthy training, illnesses that change one of its lines, and what can be measured."""

@@ -1,1 +1,0 @@
-"""The doctor: what holds a training back that it has not written, and what each cure could give at most."""

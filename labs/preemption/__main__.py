@@ -1,0 +1,5 @@
+"""python -m labs.preemption"""
+
+from labs.kit import cli
+
+cli.main()

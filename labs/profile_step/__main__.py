@@ -1,0 +1,5 @@
+"""python -m labs.profile_step"""
+
+from labs.kit import cli
+
+cli.main()

@@ -1,0 +1,5 @@
+"""python -m labs.training_checkpoint"""
+
+from labs.kit import cli
+
+cli.main()

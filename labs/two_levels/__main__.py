@@ -1,0 +1,5 @@
+"""python -m labs.two_levels"""
+
+from labs.kit import cli
+
+cli.main()
