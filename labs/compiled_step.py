@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labs.common import models
 from labs.kit import cli, measure
 from labs.kit.errors import require
-from labs.kit.fork_server import guarded_folder
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.kit.supervise import watched_folder
 
 DYNAMIC = {"auto": None, "static": False, "dynamic": True}
 """What torch.compile(dynamic=...) is given: by itself it compiles for one shape, then once more for any."""
@@ -123,7 +123,7 @@ def empty_cache() -> Iterator[None]:
     """
     names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # inductor sets the second one, if nobody has
     before = {name: os.environ.pop(name, None) for name in names}
-    with guarded_folder() as place:
+    with watched_folder() as place:
         folder = str(place)
         usual, tempfile.tempdir = tempfile.tempdir, folder  # precompiled headers go there, whatever the variable says
         os.environ[names[0]] = os.path.join(folder, "cache")

@@ -35,10 +35,10 @@ def _carries(process: psutil.Process, mark: str) -> bool:
 
 
 def is_backstage(process: psutil.Process, launcher: int) -> bool:
-    """Whether this is the guardian, fork server or resource tracker that stays for the next launch."""
+    """Whether this is the watcher, fork server or resource tracker that stays for the next launch."""
     try:
         command = " ".join([process.name(), *process.cmdline()])  # by name: the fork server of a command
-        known = any(word in command for word in ("guardian.py", "forkserver", "resource_tracker"))
+        known = any(word in command for word in ("supervise.py", "forkserver", "resource_tracker"))
         return known and process.ppid() == launcher
     except psutil.NoSuchProcess:
         return True

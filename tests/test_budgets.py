@@ -2,18 +2,18 @@
 
 import dataclasses
 import importlib
-from pathlib import Path
 
 import pytest
 
 from labs.kit.errors import BadInput
+from labs.kit.lab import experiments
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.measure import LEAST_ROUNDS
 
 LABS = {
-    path.stem: {f.name for f in dataclasses.fields(lab.Config)}
-    for path in sorted(Path(importlib.import_module("labs").__file__).parent.glob("[!_]*.py"))
-    if hasattr(lab := importlib.import_module(f"labs.{path.stem}"), "Config")
+    name: {f.name for f in dataclasses.fields(lab.Config)}
+    for name in experiments()
+    if hasattr(lab := importlib.import_module(f"labs.{name}"), "Config")
 }
 BUDGETED = [name for name, fields in LABS.items() if "seconds" in fields]
 FIXED = ("rounds", "seeds", "timed", "repetitions")  # what wins over seconds: the first that an experiment has

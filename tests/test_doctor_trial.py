@@ -130,7 +130,7 @@ def test_a_trial_that_is_ended_leaves_no_process_and_no_folder(tmp_path):
     command = [sys.executable, "-m", "labs.doctor_trial", "--cases", "images", "--out", str(tmp_path / "t.jsonl")]
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     ends = time.monotonic() + 120
-    while not list(tmp_path.glob("labs-trial-*/*/stderr.txt")) and time.monotonic() < ends:
+    while not list(tmp_path.glob("labs-trial-*/*")) and time.monotonic() < ends:
         time.sleep(0.2)
     time.sleep(3)  # the doctor has begun
     process.terminate()

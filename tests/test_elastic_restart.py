@@ -254,7 +254,7 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
     )
     try:
         wait_for(lambda: list(temporary.glob("labs-*/trainings/*/step-*.pt")), 60, "a checkpoint")
-        agent = next(p for p in family(environment[MARK]) if "labs.elastic_restart.agent_process" in p.cmdline())
+        agent = next(p for p in family(environment[MARK]) if "labs.common.elastic.agent_process" in p.cmdline())
         os.kill(launcher.pid if who == "launcher" else agent.ppid(), signal.SIGKILL)
         _, complaint = launcher.communicate(timeout=20)
         assert who == "launcher" or complaint.startswith("rank 0 was killed by SIGKILL")
@@ -380,7 +380,7 @@ def test_a_full_disk_ends_a_rank_in_one_line(monkeypatch, capsys):
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(train.lifeline, "hold", lambda name: None)
+    monkeypatch.setattr(train.supervise, "hold", lambda name: None)
     with pytest.raises(SystemExit) as end:
         train.entry(["--folder", str(tmp_path / "file" / "x")])
     told = capsys.readouterr().err

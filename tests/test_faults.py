@@ -143,12 +143,12 @@ def test_a_killed_fork_server_ends_the_run_and_the_next_one_works():
 
 
 @pytest.mark.drill
-def test_a_killed_guardian_is_replaced():
+def test_a_killed_watcher_is_replaced():
     run_on_ranks(lambda: 1)
-    guardians = [p for p in psutil.Process().children() if "guardian.py" in " ".join(p.cmdline())]
-    assert len(guardians) == 1
-    guardians[0].kill()
-    guardians[0].wait()
+    watchers = [p for p in psutil.Process().children() if "supervise.py" in " ".join(p.cmdline())]
+    assert len(watchers) == 1
+    watchers[0].kill()
+    watchers[0].wait()
     assert run_on_ranks(lambda: 1) == [1, 1]
 
 
@@ -263,12 +263,12 @@ def test_killing_the_kernel_kills_ranks_and_workers(kernel):
 
 @pytest.mark.drill
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal at a parent's death is Linux's")
-def test_killing_kernel_and_guardian_at_once_kills_fork_server_ranks_and_workers(kernel, own_tmp):
+def test_killing_kernel_and_watcher_at_once_kills_fork_server_ranks_and_workers(kernel, own_tmp):
     kernel.start(SLEEP)
-    (guardian,) = (p for p in family(kernel.mark) if "guardian.py" in " ".join(p.cmdline()))
-    guardian.suspend()  # so that it does nothing between the two
+    (watcher,) = (p for p in family(kernel.mark) if "supervise.py" in " ".join(p.cmdline()))
+    watcher.suspend()  # so that it does nothing between the two
     os.kill(kernel.pid, signal.SIGKILL)
-    guardian.kill()
+    watcher.kill()
     assert_no_survivors(kernel.mark)
     for folder in Path(own_tmp).glob("labs-*"):  # with nobody left to remove it
         shutil.rmtree(folder)

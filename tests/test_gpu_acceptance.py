@@ -22,9 +22,9 @@ from labs.gpu_acceptance import steps as steps_module
 from labs.gpu_acceptance.evidence import Evidence, Setting
 from labs.gpu_acceptance.steps import STEPS, cost_of_reports
 from labs.kit import record
-from labs.kit.fork_server import guarded_folder
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import Record, Records
+from labs.kit.supervise import watched_folder
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "labs.gpu_acceptance"]
@@ -246,7 +246,7 @@ def test_what_is_made_up_says_so_in_every_record():
 def test_a_step_that_crashes_hangs_or_raises_is_its_own_failure_and_the_others_go_on(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     steps, before = acceptance_steps.STEPS, set(psutil.pids())
-    with guarded_folder(sockets=True) as root:
+    with watched_folder(sockets=True) as root:
         listed = "labs_for_tests.acceptance_steps:STEPS"
         found = {o.step: o for o in attempts(list(steps), Setting("cpu"), root, steps, listed)}
     assert {name: o.word for name, o in found.items()} == {

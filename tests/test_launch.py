@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 import pytest
 from processes import HERE, MARK, PYTHON, assert_no_survivors, leftovers, new_environment
 
-from labs.kit import fork_server, guardian, lab
+from labs.kit import fork_server, lab, supervise
 from labs.kit.display import NotebookView, View
 from labs.kit.launch import RankFailed, launch, run_on_ranks
 from labs.kit.record import Records
@@ -224,7 +224,7 @@ def test_no_room_for_temporary_files_is_one_line(monkeypatch):
 
 
 @pytest.mark.drill
-def test_the_guardian_removes_late_announcements(tmp_path):
+def test_the_watcher_removes_late_announcements(tmp_path):
     run = tmp_path / "run-0"
     run.mkdir()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
@@ -232,10 +232,10 @@ def test_the_guardian_removes_late_announcements(tmp_path):
         (run / "rank-1-999999999").touch()
         (run / "output-0").write_text("text")
         (run / "folder").mkdir()
-        guardian.clear(run)
+        supervise.clear(run)
         assert process.wait(10) == -9
     assert not run.exists()
-    guardian.clear(run)
+    supervise.clear(run)
 
 
 def test_a_fork_server_that_was_there_before_is_used():

@@ -13,7 +13,7 @@ from labs.kit.check import Prediction
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.loader_cores import augment
+from labs.loader_cores import augment as steps
 
 ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0)
 NOISY = (0.5, 2.0, 1.0, 0.4, 2.5, 1.1)
@@ -48,7 +48,7 @@ def made(shares=(0.6, 0.98, 0.99), noise=ROUNDS, augment=4.0, threads=0.3):
     for n, share in enumerate(shares, start=1):
         samples = [800 * share * r for r in noise]
         found.append(record("images_per_s", samples, way="both", workers=n, model_rate=1.6))
-    for stage in augment.STAGES:
+    for stage in steps.STAGES:
         ms = {"decode": 2.0, "colour jitter": augment}.get(stage, 0.5)
         found.append(record("stage_s", [1e-3 * ms * r for r in ROUNDS], "s", stage=stage))
     found.append(record("batched_jitter_s", [1e-3] * 6, "s", on="cpu"))
@@ -112,21 +112,21 @@ def shown(monkeypatch):
 
 def test_augmentation_changes_what_it_should_and_draws_from_torch_alone():
     image = Image.effect_noise((512, 384), 60).convert("RGB")
-    crop = augment.random_crop(image)
+    crop = steps.random_crop(image)
     assert crop.size == (224, 224)
-    flips = {augment.random_flip(crop).tobytes() for _ in range(20)}
+    flips = {steps.random_flip(crop).tobytes() for _ in range(20)}
     assert flips == {crop.tobytes(), crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()}
     torch.manual_seed(0)
-    first = augment.colour_jitter(augment.random_crop(image)).tobytes()
-    second = augment.colour_jitter(augment.random_crop(image)).tobytes()
+    first = steps.colour_jitter(steps.random_crop(image)).tobytes()
+    second = steps.colour_jitter(steps.random_crop(image)).tobytes()
     torch.manual_seed(0)
-    assert augment.colour_jitter(augment.random_crop(image)).tobytes() == first != second
-    assert augment.to_tensor(crop).shape == (3, 224, 224)
+    assert steps.colour_jitter(steps.random_crop(image)).tobytes() == first != second
+    assert steps.to_tensor(crop).shape == (3, 224, 224)
 
 
 def test_a_batch_is_changed_image_by_image_and_stays_in_range():
     images = torch.full((6, 3, 8, 8), 128, dtype=torch.uint8)
-    out = augment.jitter_batch(images)
+    out = steps.jitter_batch(images)
     assert out.shape == images.shape and out.dtype == torch.float32
     assert out.min() >= 0 and out.max() <= 1 and len(out.mean((1, 2, 3)).unique()) == 6
 
@@ -151,7 +151,7 @@ def test_a_bad_value_is_one_line(change, message):
 def test_a_smoke_run_has_every_part_and_an_answer():
     run = launch("loader_cores", nproc=2, smoke=True, oversubscribe=True)
     assert {r.case["way"] for r in run.where("images_per_s")} == {"one worker", "model", "both"}
-    assert [r.case["stage"] for r in run.where("stage_s")] == list(augment.STAGES)
+    assert [r.case["stage"] for r in run.where("stage_s")] == list(steps.STAGES)
     assert run.one("predicted_workers").value == 2 and len(list(lab.answer(run))) == 3
     assert all(s > 0 for r in run for s in r.samples)
 

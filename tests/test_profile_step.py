@@ -273,7 +273,7 @@ def test_adding_up_totals_counts_children_twice():
     assert f"{total / step:.2f}" in lab.trap_text(run)
 
 
-RECIPES = Path(lab.__file__).parent / "recipes"
+RECIPES = Path(lab.__file__).parents[1] / "recipes"
 
 
 def test_a_recipes_model_and_data_are_profiled():

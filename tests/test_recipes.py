@@ -49,8 +49,8 @@ sys.meta_path.insert(0, Refuse())
 def home(tmp_path_factory):
     """A folder with the recipes and their data, and nothing else of the course."""
     home = tmp_path_factory.mktemp("home")
-    for folder, pattern in (("recipes", "*.py"), ("data", "*.npz")):
-        (home / folder).mkdir()
+    for folder, pattern in (("recipes", "*.py"), ("common/data", "*.npz")):
+        (home / folder).mkdir(parents=True)
         for path in (LABS / folder).glob(pattern):
             shutil.copy(path, home / folder)
     (home / "refuse").mkdir()

@@ -12,8 +12,8 @@ from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, lefto
 
 from labs import sharded_checkpoint
 from labs.kit.errors import BadInput
-from labs.kit.fork_server import guarded_folder
 from labs.kit.launch import launch, run_on_ranks
+from labs.kit.supervise import watched_folder
 from labs.sharded_checkpoint import damage
 
 
@@ -161,7 +161,7 @@ def test_bad_input(values, words):
 
 
 def test_its_folder_goes_away(tmp_path):
-    with pytest.raises(ZeroDivisionError), guarded_folder(tmp_path) as folder:
+    with pytest.raises(ZeroDivisionError), watched_folder(tmp_path) as folder:
         (folder / "file").touch()
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,7 @@
 """Fifty launches in a row, also ones that fail, leave nothing behind: no process, file, port, thread or memory.
 
 Everything is looked at from outside, in the launching process and in all that it keeps for the next launch: its fork
-server, guardian and resource tracker.
+server, watcher and resource tracker.
 """
 
 import gc

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from labs.kit.lab import experiments
 from labs.symptom import catalog, drills
 
 ROWS = {row.name: row for row in catalog.rows()}
@@ -20,14 +21,13 @@ SLOW = set(
 """They start a Python that imports torch, two times each, or wait for something to fail."""
 CPU_BUILD = {"no_nccl", "no_cuda"}
 LINUX = {"many_workers", "few_files", "file_too_large", "read_only_cache"}  # limits and folders that others lack
-LABS = Path(__file__).parent.parent / "labs"
 TEXTS = Path(__file__).parent / "public_error_texts.toml"
 
 
 def test_commands_name_labs_that_are_there():
     for row in catalog.rows():
         for lab in re.findall(r"labs\.(\w+)", f"{row.command} {row.ask} {row.cure}"):
-            assert (LABS / f"{lab}.py").exists(), (row.name, lab)
+            assert lab in experiments(), (row.name, lab)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def some(names: tuple[str, ...]) -> str:
 
 def damaged_data(root: Path) -> tuple[tuple[str, ...], int]:
     """Data files that are missing or differ from SHA256SUMS, and how many there should be."""
-    folder = root / "labs" / "data"
+    folder = root / "labs" / "common" / "data"
     sums = [line.split() for line in (folder / "SHA256SUMS").read_text("ascii").splitlines()]
     names = {name.removeprefix("./"): digest for digest, name in sums}
     bad = [f"labs/common/data/{name}" for name, digest in names.items() if _sha256(folder / name) != digest]

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
+from labs.kit import supervise
 from labs.kit.preflight import Check
 
 PORT = 8888  # Jupyter's default
@@ -175,10 +175,9 @@ def _same(one: str, other: str) -> bool:
 
 def lab_import() -> str:
     """Why JupyterLab's own program cannot be loaded, its last line; "" if it can. In a process of its own."""
-    try:
-        done = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
-    except subprocess.TimeoutExpired:  # its text would show the whole command
-        raise TimeoutError(f"not loaded within {IMPORT_LIMIT_S:g} s") from None
+    done = supervise.run([sys.executable, "-c", LOADS], IMPORT_LIMIT_S)
+    if done.returncode is None:
+        raise TimeoutError(f"not loaded within {IMPORT_LIMIT_S:g} s")
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ends without a word"])[-1]
 
 

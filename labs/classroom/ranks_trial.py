@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from labs.classroom import system_checks
-from labs.kit import preflight
+from labs.kit import preflight, timeouts
 from labs.kit.preflight import Check, Facts, reason
 
 LAB = "hardware_probe"
-WARM_LIMIT_S = 60.0  # slow is not broken: it is judged by system_checks.first_launch
 RANKS_LIMIT_S = 30.0
 SEE_MORE = "run: python -m labs.hardware_probe --smoke (it shows what the ranks say)"
 SLOW = "put .venv on a local disk, close other programs, and run this again"
@@ -22,7 +21,7 @@ SLOW = "put .venv on a local disk, close other programs, and run this again"
 class RanksTrial:
     """Ranks as a notebook starts them."""
 
-    def __init__(self, warm_limit_s: float = WARM_LIMIT_S) -> None:
+    def __init__(self, warm_limit_s: float = timeouts.IMPORT_S) -> None:
         self.start, self.start_s, self.warm_limit_s = time.monotonic(), time.time(), warm_limit_s
         self.about: dict[str, Any] = dict.fromkeys(("n", "device", "backend", "first_launch_s", "launch_s"))
         self.problem: Exception | None = None

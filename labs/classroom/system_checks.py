@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from labs.kit import supervise
 from labs.kit.host import affinity
 from labs.kit.preflight import Check, system
 
@@ -76,16 +77,12 @@ def connection_problem() -> str:
             server.listen()
             server.settimeout(TCP_LIMIT_S)
             command = [sys.executable, "-I", "-S", "-c", TALK, str(server.getsockname()[1]), str(TCP_LIMIT_S)]
-            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            try:
+            with supervise.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
                 peer, _ = server.accept()
                 with peer:
                     peer.settimeout(TCP_LIMIT_S)
                     peer.sendall(b"hello")
                     return "" if peer.recv(5) == b"hello" else "the answer is another one"
-            finally:
-                child.kill()
-                child.wait()
     except TimeoutError:
         return f"no connection within {TCP_LIMIT_S:g} s"
     except OSError as e:

@@ -27,7 +27,7 @@ from labs.doctor.after_import import after_import
 from labs.doctor.facts import Facts, not_reached, without_colours
 from labs.doctor.ranks import group
 from labs.kit import as_main
-from labs.kit.guardian import end_with_parent
+from labs.kit.supervise import end_with_parent
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""

@@ -23,10 +23,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor import caretaker
 from labs.doctor.facts import Facts, load, without_colours
 from labs.doctor.patience import LEAST_S, Patience
 from labs.doctor.patient import STACK_SIGNAL, Progress, Settings
+from labs.kit import supervise
 from labs.kit.errors import BadInput
 from labs.kit.monitor import Monitor, Trace
 from labs.kit.place import Place
@@ -141,22 +141,15 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
-    caretaker.sign(folder, place.local_rank, os.getpid())
+    supervise.join(folder, place.local_rank)
     mark = uuid.uuid4().hex
-    keeper = subprocess.Popen(
-        [sys.executable, "-I", caretaker.__file__, mark, str(folder), str(place.local_rank)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-    )
+    watcher = supervise.start_watcher(folder, mark=mark, place=place.local_rank)
     try:
         yield folder, mark
     finally:
-        caretaker.leave(folder, place.local_rank)
-        keeper.kill()
-        keeper.communicate()
+        supervise.leave(folder, place.local_rank)
+        watcher.kill()
+        watcher.communicate()
 
 
 class Run:
@@ -195,7 +188,7 @@ class Run:
     def _start(self) -> None:
         (self.folder / "t").mkdir(exist_ok=True)
         self.progress = Progress(self.folder, self.place.rank)
-        env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
+        env = {**os.environ, supervise.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())  # in the new TMPDIR it would be cold each time
         if self.settings.scratch:
             env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
@@ -203,9 +196,7 @@ class Run:
         command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
         with self.output.open("ab") as output:  # appended to, so that it can be cut
-            self.process = subprocess.Popen(
-                command, stdin=stdin, stdout=output, stderr=output, env=env, start_new_session=True
-            )
+            self.process = supervise.start(command, stdin=stdin, stdout=output, stderr=output, env=env)
 
     def __exit__(self, *error: object) -> None:
         self._end()
@@ -213,7 +204,7 @@ class Run:
 
     def _end(self) -> None:
         """All processes. What the script had printed until then is read."""
-        caretaker.end(self.mark)
+        supervise.end_family(self.mark)
         if hasattr(self, "process"):
             self.process.wait()
         self._read_output()
@@ -221,7 +212,7 @@ class Run:
     def watch(self) -> None:
         """Until the patient has ended, or there is a reason to end it. The first rank watches the machine as well."""
         first = self.place.local_rank == 0
-        with Monitor(lambda: caretaker.at_work(self.folder), MONITOR_S, gpus=()) if first else nullcontext() as monitor:
+        with Monitor(lambda: supervise.at_work(self.folder), MONITOR_S, gpus=()) if first else nullcontext() as monitor:
             self._watch(monitor)
 
     def _watch(self, monitor: Monitor | None) -> None:
@@ -385,7 +376,7 @@ def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Facts]
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):
-            at_work = caretaker.is_at_work(folder, other)  # before the file is looked for
+            at_work = supervise.is_at_work(folder, other)  # before the file is looked for
             if _final(folder, other).exists():
                 found.append(load(_final(folder, other)))
                 missing.discard(other)
@@ -399,7 +390,7 @@ def _wait_for_the_first(folder: Path) -> None:
     """Until it has told, and is gone. A rank that ends sooner would have torchrun end the first one."""
     come, at_work = time.monotonic() + COME_S, None
     while at_work is None and time.monotonic() < come:
-        at_work = caretaker.is_at_work(folder, 0)
+        at_work = supervise.is_at_work(folder, 0)
         time.sleep(POLL_S)
-    while caretaker.is_at_work(folder, 0):
+    while supervise.is_at_work(folder, 0):
         time.sleep(POLL_S)

@@ -26,7 +26,7 @@ from typing import Any
 from labs.doctor.facts import AS_IS
 from labs.doctor_trial.cases import BY_NAME, BY_READING, Case, gains, with_cures
 from labs.doctor_trial.in_turn import ScriptFailed, doctor_command, run_alone
-from labs.kit import cli, measure
+from labs.kit import cli, measure, timeouts
 from labs.kit.errors import did_you_mean, require
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records, attach_provenance
@@ -41,7 +41,6 @@ NEAR = 0.2
 """A bound is right within its interval or this share of the gain."""
 FEW = ("images", "slow_loader")
 """Patients of a smoke run."""
-LIMIT_S = 200.0
 """For one run of the doctor, whatever it was told."""
 OPTION, READ = "option", "reading"
 
@@ -160,7 +159,7 @@ def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
     report = folder / "report"
     options = ["--seconds", f"{seconds:g}", "--out", str(report)]
     begun = time.monotonic()
-    code, said = run_alone(doctor_command(script, options), folder, LIMIT_S)
+    code, said = run_alone(doctor_command(script, options), folder, timeouts.DOCTOR_S)
     found = Seen(time.monotonic() - begun, code)
     if (report / "report.json").is_file():
         row = json.loads((report / "report.json").read_text())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -24,17 +23,13 @@ from typing import Any
 
 import psutil
 
-from labs.kit import as_main, measure
+from labs.kit import as_main, measure, supervise, timeouts
 
 WARM_UP = 12
 """Steps before the first block; more while torch.compile goes on compiling."""
 MOST_WARM_UP = 60
 IDLE_S, LONGEST_IDLE_S = 0.02, 2.0
 """A script's workers may fill their queues before another one's turn: looked at this often, waited for at most."""
-PATIENCE_S = 120.0
-"""For one block of one script."""
-GRACE_S = 8.0
-"""From SIGTERM to SIGKILL."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -106,19 +101,19 @@ class _Running:
 
     def wait(self) -> list[dict[str, Any]]:
         """What each rank says at the end of its block."""
-        ends = time.monotonic() + PATIENCE_S
+        ends = time.monotonic() + timeouts.EXERCISE_S
         return [self._heard(answer, ends) for answer in self.answers]
 
     def _heard(self, answer: Any, ends: float) -> dict[str, Any]:
         # Not only until the pipe is closed: workers of a script that has ended may still hold it
         while not select.select([answer], [], [], 0.2)[0] and all(p.poll() is None for p in self.processes):
             if time.monotonic() > ends:
-                raise ScriptFailed(self.name, f"no block of steps was done in {PATIENCE_S:g} s")
+                raise ScriptFailed(self.name, f"no block of steps was done in {timeouts.EXERCISE_S:g} s")
         if select.select([answer], [], [], 0)[0] and (line := answer.readline()):
             return json.loads(line)
         for process in self.processes:  # what was said comes before the end
             with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+                process.wait(timeouts.STOP_S)
         code = next((p.returncode for p in self.processes if p.returncode), 0)
         said = self.errors.read_text(errors="replace").strip().splitlines()[-1:]
         how = f"it failed with exit code {code}" if code else "it ended before enough steps were taken"
@@ -129,33 +124,27 @@ class _Running:
 def _started(name: str, script: Script, block: int, folder: Path) -> Iterator[_Running]:
     processes, asks, answers, port = [], [], [], str(free_port())
     errors = folder / "stderr.txt"
-    try:
+    with supervise.watched_folder() as root, ExitStack() as stack:
         for rank in range(script.ranks):
             (child_in, ask), (answer, child_out) = os.pipe(), os.pipe()
-            argv = [sys.executable, "-m", "labs.doctor_trial.in_turn", f"{child_in},{child_out}", str(block), "--"]
+            argv = [sys.executable, __file__, f"{child_in},{child_out}", str(block), "--"]
+            options = {"cwd": folder, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
             with errors.open("ab") as err:
-                process = subprocess.Popen(
-                    [*argv, *script.argv],
-                    cwd=folder,
-                    pass_fds=(child_in, child_out),
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=err,
-                    env=environment(rank, script.ranks, port),
+                process = stack.enter_context(
+                    supervise.started(
+                        [*argv, *script.argv],
+                        root=root,
+                        pass_fds=(child_in, child_out),
+                        stderr=err,
+                        env=environment(rank, script.ranks, port),
+                        **options,
+                    )
                 )
             os.close(child_in), os.close(child_out)
-            processes.append(process), asks.append(ask), answers.append(os.fdopen(answer))
+            processes.append(process), asks.append(ask)
+            answers.append(stack.enter_context(os.fdopen(answer)))
+            stack.callback(os.close, ask)  # first: a process that waits for its turn ends at this
         yield _Running(name, processes, asks, answers, errors)
-    finally:
-        for pipe in asks:
-            os.close(pipe)  # who waits for its turn ends at this
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its workers, too
-            process.wait()
-        for answer in answers:
-            answer.close()
 
 
 def free_port() -> int:
@@ -201,30 +190,8 @@ def run_alone(command: Sequence[str], folder: Path, limit_s: float) -> tuple[int
 
     A command that is ended gets SIGTERM first, and some seconds to end what it has started elsewhere.
     """
-    with (folder / "stderr.txt").open("w+", errors="replace") as err:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment(0, 1, "0"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=err,
-            start_new_session=True,
-        )
-        code = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(limit_s)
-        finally:
-            if code is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.terminate()
-                    process.wait(GRACE_S)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        err.seek(0)
-        return code, err.read()
+    done = supervise.run(command, limit_s, timeouts.STOP_S, cwd=folder, env=environment(0, 1, "0"))
+    return done.returncode, done.stderr
 
 
 # In the process that becomes the script

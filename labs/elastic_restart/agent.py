@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from labs.common.elastic import journal, lifeline
-from labs.kit.fork_server import guarded_folder
+from labs.common.elastic import journal
+from labs.kit import supervise, timeouts
 from labs.kit.rank import Rank, unpinned
+from labs.kit.supervise import watched_folder
 
 POLL_S = 0.02
 OF_THIS_RANK = ("TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")  # not for other ranks
@@ -33,7 +34,7 @@ class Agent:
         forked: bool = True,
         ranks: int = 2,
         max_restarts: int = 2,
-        timeout_s: float = 60.0,
+        timeout_s: float = timeouts.CHILD_S,
     ) -> journal.History:
         """Run labs.elastic_train with `args`, restarted up to `max_restarts` times, and return its history.
 
@@ -95,30 +96,24 @@ def _last_words(folder: Path) -> str:
 @contextmanager
 def elastic_agent(rank: Rank) -> Iterator[Agent]:
     """An agent on all cores of the job. At the end of the block, or of this process, all its processes are killed."""
-    with guarded_folder(sockets=True) as root:
+    with watched_folder(sockets=True) as root, ExitStack() as stack:
         (announced := root / "run-0").mkdir()
         outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RANK)}
         environment = {
             **outside,
-            lifeline.ANNOUNCE: str(announced),
+            supervise.ANNOUNCE: str(announced),
             "TMPDIR": str(root),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
         }
         with unpinned(rank), (root / "agent.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "labs.elastic_restart.agent_process", str(root)],
+            agent = supervise.started(
+                [sys.executable, "-m", "labs.common.elastic.agent_process", str(root)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
             )
-        try:
-            yield Agent(root, process)
-        finally:
-            process.kill()  # first: it would start ranks anew
-            process.wait()
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+            process = stack.enter_context(agent)  # ends before its ranks do: it would start them anew
+        yield Agent(root, process)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from labs.kit import measure
+from labs.kit import measure, supervise
 
 BUSY = "import os, sys\nprint(flush=True)\nwhile os.getppid() == int(sys.argv[1]): pass"
 """A program that computes for as long as its parent lives, whose process id it is given."""
@@ -47,14 +47,9 @@ def neighbour_on(device: torch.device) -> Iterator[None]:
             yield
         return
     command = [sys.executable, "-I", "-S", "-c", BUSY, str(os.getpid())]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)  # on the same cores
-    try:
+    with supervise.started(command, stdout=subprocess.PIPE) as process:  # on the same cores
         process.stdout.read(1)  # it is at work
         yield
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @contextlib.contextmanager

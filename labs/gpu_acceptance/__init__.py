@@ -12,6 +12,7 @@ nothing failed, 1 a step failed, 2 bad input, 3 no GPU here, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,15 +30,14 @@ from typing import Any
 from labs.gpu_acceptance.evidence import Setting
 from labs.gpu_acceptance.process import REQUEST, VERDICT, last_line
 from labs.gpu_acceptance.steps import STEPS, Step
-from labs.kit import cli, hardware, nvml, record
+from labs.kit import cli, hardware, nvml, record, supervise, timeouts
 from labs.kit.errors import did_you_mean, require
-from labs.kit.fork_server import guarded_folder
+from labs.kit.supervise import watched_folder
 
 PROG = "python -m labs.gpu_acceptance"
 LISTED = "labs.gpu_acceptance.steps:STEPS"
 BUDGET_S = {False: 600.0, True: 2400.0}
 """Of all steps together, for the short and the long form."""
-STOP_S = 5.0  # a step that is told to stop ends its ranks; after that it is killed, and its guardian ends them
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def attempts(
 ) -> Iterator[Outcome]:
     """Try the steps `names` one after the other, each in a process of its own and in a folder of `root`.
 
-    A step that crashes, hangs or finds no time left has failed; the others go on. `root` is one of `guarded_folder`: if
+    A step that crashes, hangs or finds no time left has failed; the others go on. `root` is one of `watched_folder`: if
     this process dies, so do the steps. `listed` names `steps` to the new process, as "module:attribute".
     """
     until = time.monotonic() + (BUDGET_S[setting.long] if budget_s is None else budget_s)
@@ -113,23 +113,22 @@ def _attempt(name: str, setting: Setting, root: Path, listed: str, limit_s: floa
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
+        step = supervise.started(
             [sys.executable, "-m", "labs.gpu_acceptance.process", name, str(folder)],
+            root=root,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )
-        announced = root / f"rank-0-{process.pid}"  # to the guardian of `root`
-        announced.touch()
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return {"word": "fail", "reason": f"no answer after {limit_s:.0f} s: it was stopped"}
-        finally:
-            _stop(process)
-            announced.unlink(missing_ok=True)
+        with step as process:
+            try:
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)  # as Ctrl-C would: it ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeouts.STOP_S)
+                return {"word": "fail", "reason": f"no answer after {limit_s:.0f} s: it was stopped"}
     try:
         return json.loads((folder / VERDICT).read_text())
     except OSError:
@@ -137,21 +136,6 @@ def _attempt(name: str, setting: Setting, root: Path, listed: str, limit_s: floa
         code = process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return {"word": "fail", "reason": f"its process {how} without a verdict: {said}"}
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """End a step and its ranks: as Ctrl-C would, and if that is not heard, at once."""
-    if process.poll() is not None:
-        return
-    for number, patience_s in ((signal.SIGINT, STOP_S), (signal.SIGKILL, STOP_S)):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(patience_s)
-            return
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def machine_name(gpus: list[str]) -> str:
@@ -212,7 +196,7 @@ def main() -> None:
         raise SystemExit(3)
     setting = Setting("cpu", 2, config.long, True) if config.pretend else Setting("cuda", len(gpus), config.long, False)
     names, outcomes, interrupted = [s for s in STEPS if s in (config.only or STEPS)], [], False
-    with guarded_folder(sockets=True) as root:
+    with watched_folder(sockets=True) as root:
         try:
             for outcome in attempts(names, setting, root):
                 outcomes.append(outcome)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -31,12 +29,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.hang_clinic.hangs import HANGS
-from labs.kit import guardian
+from labs.kit import supervise, timeouts
 from labs.watch import evidence
 
 Way = Literal["evidence", "detail", "monitored"]
 HUNG = 86  # exit code of a rank that was ended because it hung
-LIMIT_S = 60.0  # of a drill, on a machine that is loaded; then its ranks are killed
 MONITORED = ("all_reduce", "broadcast", "barrier")  # calls that monitored_barrier is put before
 LISTEN_S = 2.0  # time limit of a collective, where torch's own checks are tried
 
@@ -70,10 +67,6 @@ def server() -> Iterator[Callable[..., Drilled]]:
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __spec__.name, str(os.getpid())]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    assert process.stdin is not None and process.stdout is not None
 
     def drill(
         name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float, way: Way = "evidence"
@@ -87,21 +80,14 @@ def server() -> Iterator[Callable[..., Drilled]]:
         exit_codes, printed, pids, ended = json.loads(answer)
         return Drilled(tuple(exit_codes), printed, tuple(pids), ended)
 
-    try:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with supervise.started(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
         yield drill
-    finally:
-        process.stdin.close()  # it ends with its input
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
 
 
 def _serve() -> None:
     """The server: a drill for each line of standard input, an answer on standard output."""
-    guardian.end_with_parent(int(sys.argv[1]))
+    supervise.end_with_parent(int(sys.argv[1]))
     for line in sys.stdin:
         name, ranks, wrong, cured, folder, patience_s, way = json.loads(line)
         ended = _drill(name, ranks, wrong, cured, Path(folder), patience_s, way)
@@ -110,19 +96,13 @@ def _serve() -> None:
 
 def _drill(name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float, way: Way) -> Drilled:
     """Run the program `name` on new ranks that leave their evidence in `folder`, and wait until all are gone."""
-    context = multiprocessing.get_context("fork")
     arguments = [(name, rank, ranks, wrong, cured, folder, patience_s, way) for rank in range(ranks)]
-    processes = [context.Process(target=be_rank, args=a) for a in arguments]
-    for p in processes:
-        p.start()
-    until = time.monotonic() + LIMIT_S
-    for p in processes:
-        p.join(max(0.0, until - time.monotonic()))
-    ended = time.time()
-    for p in processes:  # also the workers of a rank that died
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(p.pid, signal.SIGKILL)
-        p.join()
+    until = time.monotonic() + timeouts.CHILD_S
+    with contextlib.ExitStack() as stack:  # ends the workers of a rank that died as well
+        processes = [stack.enter_context(supervise.forked(be_rank, *a)) for a in arguments]
+        for p in processes:
+            p.join(max(0.0, until - time.monotonic()))
+        ended = time.time()
     files = [folder / f"rank{rank}.printed.txt" for rank in range(ranks)]
     printed = "\n".join(f.read_text(errors="replace") for f in files if f.exists())
     return Drilled(tuple(p.exitcode for p in processes), printed, tuple(p.pid for p in processes), ended)
@@ -154,8 +134,6 @@ def be_rank(
     name: str, rank: int, ranks: int, wrong: int, cured: bool, place: Path, patience_s: float, way: Way
 ) -> None:
     """A rank from its start to its end, which is always `os._exit`: threads of a hung collective would hold it."""
-    os.setsid()
-    guardian.end_with_parent(os.getppid())
     printed = os.open(place / f"rank{rank}.printed.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -165,7 +143,7 @@ def be_rank(
     evidence.arm(place, rank)
     if way == "detail":
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-    limit_s = LIMIT_S if way == "evidence" else LISTEN_S
+    limit_s = timeouts.CHILD_S if way == "evidence" else LISTEN_S
     store = dist.FileStore(str(place / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s))
     if way == "monitored":

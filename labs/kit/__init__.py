@@ -8,7 +8,8 @@
     record           measurements as JSON lines, with their provenance
     lab              an experiment's module and its Config
     rank             a rank's device, process group and records; `restart`: after torchrun has restarted it
-    fork_server      what a launching process keeps for its runs; `guardian` clears up after it
+    supervise        start processes, watch them, end them, leave none behind
+    fork_server      what a launching process keeps for its runs
     rank_process     what runs in the process of each rank
     failure          which rank failed first, and how
     monitor          what the machine did meanwhile
@@ -21,7 +22,6 @@
     room             what a learner keeps for the instructor
     preflight        is this machine ready?
     course, rerun    run notebooks: for a page of results (`notebook_report`), in place for a commit (`fingerprint`)
-    bench            how long a learner waits for ranks
 
 No module imports one that imports it: a test looks, inside functions, too.
 """

@@ -4,8 +4,8 @@
     check("03.1", my_function)      # prints "to do", "passed" or "not yet" with what went wrong
     show_solution("03.1")
 
-A checker is a function of one argument, the learner's function. It returns when all is well and raises
-`Mistake` when it knows what went wrong; anything else that escapes from it is explained as an error in the
+A checker is a function of one argument, the learner's function. It runs in a process of its own. It returns when all
+is well and raises `Mistake` when it knows what went wrong. Any other exception is explained as an error in the
 learner's code.
 """
 
@@ -17,22 +17,20 @@ import inspect
 import linecache
 import math
 import os
-import random
 import re
 import signal
+import sys
 import sysconfig
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from labs.kit import room
+from labs.kit import room, supervise, timeouts
 from labs.kit.errors import BadInput, brief, require
+from labs.kit.fork_server import start_fork_server
 
 
 class Prediction(float):
@@ -119,7 +117,7 @@ class Exercise:
     title: str
     checker: Callable[[Callable[..., Any]], None]
     reference: Callable[..., Any]
-    timeout_s: float = 120.0
+    timeout_s: float = timeouts.EXERCISE_S
 
 
 @dataclass(frozen=True)
@@ -162,27 +160,73 @@ def examine(exercise_id: str, candidate: Any) -> Outcome:
 
 
 def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
-    """None if the checker is content, TODO if the candidate still returns it, otherwise the feedback."""
+    """None if the checker is content, TODO if the candidate still returns it, otherwise the feedback.
+
+    In a process of its own, which is killed, with its ranks, when the time is up.
+    """
+    import cloudpickle
+
+    from labs.kit.rank_process import cells_here
+
     try:
-        with _time_limit(exercise.timeout_s), _no_exit():
-            exercise.checker(_watch_for_todo(candidate))
+        body = cloudpickle.dumps((exercise.checker, candidate, cells_here()))
+    except Exception as error:
+        return f"it cannot be sent to another process: {_first_line(error_text(error))}.\n    Hint: {UNSENDABLE}"
+    server = start_fork_server()
+    server.wait_until_warm(lambda: None)
+    folder = server.run_folder()
+    try:
+        with supervise.forked(_judge, body, folder, method="forkserver") as child:
+            child.join(exercise.timeout_s)
+            code = child.exitcode
+        print((folder / "output").read_text("utf-8", "replace") if (folder / "output").exists() else "", end="")
+        if code is None:
+            return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
+        if (folder / "result").exists():
+            return cloudpickle.loads((folder / "result").read_bytes())
+        how = f"os._exit({code})" if code >= 0 else signal.Signals(-code).name
+        return _left(how)
+    finally:
+        supervise.clear(folder)
+
+
+def _left(how: str) -> str:
+    return (
+        f"your code ends the whole process, by {how}: nothing after it would run.\n"
+        "    Hint: return the answer; for what cannot be done, raise an error that says why."
+    )
+
+
+def _judge(body: bytes, folder: Path) -> None:
+    """In the process of its own: run the checker, and leave its verdict and all that was printed in `folder`."""
+    import cloudpickle
+
+    from labs.kit.rank_process import know_cells, own_children
+
+    out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(out, descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    own_children(folder)
+    start_fork_server(forked=True).ready.touch()  # at once: before torch has threads that a fork would lack
+    checker, candidate, cells = cloudpickle.loads(body)
+    know_cells(cells)
+    found: Any = None
+    try:
+        checker(_watch_for_todo(candidate))
     except _ReturnedTodo:
-        return TODO
+        found = TODO
     except Mistake as mistake:
-        return str(mistake)
-    except _TimeUp:
-        return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
-    except (SystemExit, _Left) as end:
-        how = str(end) if isinstance(end, _Left) else "exit() or SystemExit"
-        return (
-            f"your code ends the whole process, by {how}: nothing after it would run.\n"
-            "    Hint: return the answer; for what cannot be done, raise an error that says why."
-        )
-    except KeyboardInterrupt:
-        raise
+        found = str(mistake)
+    except SystemExit:
+        found = _left("exit() or SystemExit")
     except BaseException as error:  # a learner's own class may be no Exception
-        return TODO if "_ReturnedTodo" in error_text(error) else describe_error(error, candidate)
-    return None
+        found = TODO if "_ReturnedTodo" in error_text(error) else describe_error(error, candidate)
+    (folder / "new").write_bytes(cloudpickle.dumps(found))
+    (folder / "new").replace(folder / "result")
+    sys.stdout.flush()
+    os._exit(0)  # whatever the learner's code has left running
 
 
 class _ReturnedTodo(Exception):
@@ -243,92 +287,7 @@ def _signature_problem(candidate: Any, reference: Callable[..., Any]) -> str | N
 
 
 TOO_LONG = "look for a loop that never ends, or a rank that waits for a collective the others never call."
-
-
-AGAIN_S = 1e-3
-"""From one alarm to the next, once the time is up."""
-
-
-class _TimeUp(BaseException):
-    """Not an Exception, so that a learner's `except Exception` cannot swallow it."""
-
-
-class _Left(BaseException):
-    """The candidate called os._exit() in this process."""
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """os._exit() raises _Left here meanwhile, or it would end the learner's kernel. A forked child leaves as ever."""
-    leave, here = os._exit, os.getpid()
-
-    def stay(status: int) -> None:
-        if os.getpid() != here:
-            leave(status)
-        raise _Left(f"os._exit({status!r:.20})")
-
-    os._exit = stay
-    try:
-        yield
-    finally:
-        os._exit = leave
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeUp in the main thread after `seconds`; elsewhere only the launcher's own limit holds.
-
-    The alarm acts as an interrupt does, since a launch that is running ends its ranks before it lets one through. What
-    the learner's code swallows by a bare `except:` comes again and again, until it falls between two tries.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    rang: list[bool] = []
-
-    def ring(_signum: int, frame: FrameType | None) -> None:
-        rang.append(True)
-        if len(rang) > 1:
-            if _in_candidate(frame):
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-4), AGAIN_S)  # where this one is swallowed
-                raise _TimeUp
-            return  # something ends, a launch perhaps: leave it the time for that
-        if signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
-            raise _TimeUp
-        signal.raise_signal(signal.SIGINT)
-
-    with _alarm(ring, seconds, again_s=AGAIN_S):
-        try:
-            yield
-        except KeyboardInterrupt:
-            if not rang:
-                raise
-            raise _TimeUp from None
-
-
-def _in_candidate(frame: FrameType | None) -> bool:
-    """Whether the learner's code is at work: `frame` or one that it was called from, up to the check itself."""
-    while frame is not None and frame.f_code is not _run.__code__:
-        if frame.f_code.co_name == "watched":
-            return True
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def _alarm(ring: Callable[..., None], seconds: float, again_s: float) -> Iterator[None]:
-    """Call `ring` after `seconds`, then every `again_s`; an alarm that a test runner has set goes on afterwards."""
-    started = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, ring)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, again_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            left = max(0.01, remaining - (time.monotonic() - started))
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
+UNSENDABLE = "your function uses something that belongs to this process, such as a lock, an open file or a generator."
 
 
 def exercise_ids() -> list[str]:

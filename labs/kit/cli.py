@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from labs.kit import record
+from labs.kit import record, timeouts
 from labs.kit.errors import BadInput, did_you_mean, require
 from labs.kit.lab import CANNOT_BE_JUDGED, cannot_be_judged, check_layout, for_smoke, lab_module, recordable, short_name
 
@@ -38,7 +38,7 @@ class Launch:
 
     nproc: int = 2
     """Ranks to launch, each on a device of its own."""
-    timeout_s: float = 600.0
+    timeout_s: float = timeouts.COMMAND_S
     """Stop the run, and every process of it, after this many seconds."""
     oversubscribe: bool = False
     """Allow more ranks than devices: results are right, timings are not."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from labs.kit import timeouts
 from labs.kit.cli import fail
 from labs.kit.errors import BadInput, require
 from labs.kit.notebook_report import (
@@ -50,7 +51,7 @@ def use_own_kernel() -> None:
     os.environ.pop("JUPYTER_PATH", None)
 
 
-def execute(source: Path, target: Path, parameters: dict[str, Any], *, cell_timeout_s: int = 300) -> str:
+def execute(source: Path, target: Path, parameters: dict[str, Any], *, cell_timeout_s: float = timeouts.CELL_S) -> str:
     """Run the notebook `source` in its own folder and write it, with outputs, to `target`.
 
     Returns "" when every cell ran, otherwise which cell failed and the end of its traceback.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from labs.kit import guardian
+from labs.kit import supervise
 from labs.kit.errors import BadInput
 
 LOST_PEER = re.compile(
@@ -103,7 +103,7 @@ class Watch:
     def kill(self) -> None:
         """End all ranks: the run cannot succeed any more."""
         self.killed = True
-        guardian.kill(self.folder)
+        supervise.kill(self.folder)
 
     def timeout(self, timeout_s: float, ranks: int) -> RankTimeout:
         """The exception for a run that took too long: where each rank is, as its own stack tells."""

@@ -1,7 +1,7 @@
-"""What a launching process keeps for its runs: a fork server with torch loaded, a folder, a guardian.
+"""What a launching process keeps for its runs: a fork server with torch loaded, a folder, a watcher.
 
 All three are made once per process, by the first launch or as soon as a notebook imports `labs.kit.launch`, and
-end with it, however it ends: see labs.kit.guardian.
+end with it, however it ends: see labs.kit.supervise.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from labs.kit import guardian
+from labs.kit import supervise, timeouts
 from labs.kit.errors import BadInput
 
 READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
 LEAN = "LABS_LEAN_FORK_SERVER"  # tells the fork server that no rank will train: half of its imports can be left out
-SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a rank's own sockets take 40
-WARM_WAIT_S = 60.0
 
 
 @contextmanager
@@ -70,27 +68,20 @@ def _interrupted() -> KeyboardInterrupt:
 
 
 class ForkServer:
-    """Fork server, folder and guardian of the process that made it."""
+    """Fork server, folder and watcher of the process that made it."""
 
     def __init__(self, lean: bool = False, forked: bool = False) -> None:
         self.owner, self.lean, self.forked = os.getpid(), lean, forked
         self.root = _private_folder()
         self.runs = itertools.count()
         self.ready = self.root / "ready"
-        self.guardian: subprocess.Popen | None = None
+        self.watcher: subprocess.Popen | None = None
         atexit.register(self.close)
 
     def ensure(self) -> None:
-        """Start the guardian and the fork server if they are not there (any more)."""
-        if self.guardian is None or self.guardian.poll() is not None:
-            self.guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", guardian.__file__, str(self.root), str(self.owner)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
-            )
+        """Start the watcher and the fork server if they are not there (any more)."""
+        if self.watcher is None or self.watcher.poll() is not None:
+            self.watcher = supervise.start_watcher(self.root, self.owner)
         self._ensure_fork_server()
 
     def _ensure_fork_server(self) -> None:
@@ -99,7 +90,7 @@ class ForkServer:
         # Without a name server every rank would print to stdout that a host name is unknown; errors still come.
         quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"), LEAN: "1" if self.lean else ""}
         if threading.current_thread() is threading.main_thread():  # any other may end while the fork server is needed
-            quiet[guardian.LAUNCHER] = str(self.owner)
+            quiet[supervise.LAUNCHER] = str(self.owner)
         how, self.forked = _as_a_fork() if self.forked else contextlib.nullcontext(), False
         with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked(), how:
             forkserver.ensure_running()
@@ -115,7 +106,7 @@ class ForkServer:
 
     def wait_until_warm(self, check: Callable[[], None]) -> None:
         """Return when the fork server has loaded torch. `check` is called often, and may raise."""
-        deadline = time.monotonic() + WARM_WAIT_S  # without the preload ranks start, too, only slowly
+        deadline = time.monotonic() + timeouts.IMPORT_S  # without the preload ranks start, too, only slowly
         while not self.ready.exists() and time.monotonic() < deadline:
             check()
             time.sleep(0.01)
@@ -131,10 +122,10 @@ class ForkServer:
         return folder
 
     def close(self) -> None:
-        """Let the guardian clean up now, and wait for it."""
-        if self.guardian is None or os.getpid() != self.owner:
+        """Let the watcher clean up now, and wait for it."""
+        if self.watcher is None or os.getpid() != self.owner:
             return
-        done, self.guardian = self.guardian, None  # this may be called again
+        done, self.watcher = self.watcher, None  # this may be called again
         with contextlib.suppress(subprocess.TimeoutExpired):
             done.communicate(b"done", timeout=3)
 
@@ -156,7 +147,7 @@ def start_fork_server(lean: bool = False, forked: bool = False) -> ForkServer:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
             logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
-            multiprocessing.set_forkserver_preload(["labs.kit.guardian", "labs.kit.rank_process"])
+            multiprocessing.set_forkserver_preload(["labs.kit.supervise", "labs.kit.rank_process"])
             _current = ForkServer(lean, forked and sys.platform == "linux" and threading.active_count() == 1)
         _current.ensure()
         return _current
@@ -189,9 +180,9 @@ def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
         return pid
     try:
         multiprocessing.util.spawnv_passfds = _spawn  # a fork server that a rank starts is no fork of the rank
-        guardian.end_with_parent(launcher)
-        os.environ.pop(guardian.LAUNCHER, None)
-        Path("/proc/self/comm").write_text(guardian.SERVER)
+        supervise.end_with_parent(launcher)
+        os.environ.pop(supervise.LAUNCHER, None)
+        Path("/proc/self/comm").write_text(supervise.SERVER)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         kept = [2, *sorted(descriptors)]  # the launcher's other files close when it closes them
@@ -205,11 +196,12 @@ def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
 def _private_folder() -> Path:
     """A folder with a short path that also takes multiprocessing's sockets, which a SIGKILL would leave in /tmp.
 
-    Its name begins those of all semaphores made here and in ranks, so that the guardian can find them.
+    Its name begins those of all semaphores made here and in ranks, so that the watcher can find them.
     """
     base = tempfile.gettempdir()
     try:
-        root = tempfile.mkdtemp(prefix="labs-", dir=base if len(os.fsencode(base)) < SOCKET_PATH_LIMIT else "/tmp")
+        short = len(os.fsencode(base)) < supervise.SOCKET_PATH_LIMIT
+        root = tempfile.mkdtemp(prefix="labs-", dir=base if short else "/tmp")
     except OSError as e:
         raise BadInput(f"cannot make a folder in {base} ({e.strerror}): set TMPDIR to one with room") from None
     config = multiprocessing.current_process()._config  # ranks have a copy
@@ -243,31 +235,6 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def guarded_folder(parent: Path | None = None, sockets: bool = False) -> Iterator[Path]:
-    """A new folder, removed at the end of the block, or when this process dies, also by SIGKILL.
-
-    Process groups announced in it, as labs.kit.guardian says, are killed then. With `sockets` its path is short enough
-    for sockets in it.
-    """
-    if sockets and len(os.fsencode(tempfile.gettempdir())) >= SOCKET_PATH_LIMIT:
-        parent = Path("/tmp")
-    root = tempfile.mkdtemp(prefix="labs-", dir=parent)
-    watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", guardian.__file__, root, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-    )
-    try:
-        yield Path(root)
-    finally:
-        watch.stdin.close()  # it kills and removes now
-        watch.wait(timeout=30)
 
 
 if "ipykernel" in sys.modules:

@@ -15,13 +15,11 @@ from labs.kit.fork_server import signals_held, start_fork_server  # before torch
 import dataclasses
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from labs.kit import guardian, record, room
+from labs.kit import record, room, supervise, timeouts
 from labs.kit.display import View, open_view
 from labs.kit.errors import require
 from labs.kit.failure import RankFailed, RankTimeout, Watch
@@ -63,7 +61,7 @@ def launch(
     lab: str,
     nproc: int = 2,
     *,
-    timeout_s: float = 240.0,
+    timeout_s: float = timeouts.LAUNCH_S,
     device: str = "auto",
     oversubscribe: bool = False,
     view: View | None = None,
@@ -92,7 +90,9 @@ def launch(
     return run
 
 
-def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = timeouts.FUNCTION_S
+) -> list[Any]:
     """Call `function(*args)` on `nproc` ranks with a process group, and return what each returned, in rank order.
 
     The function may be defined in a notebook cell. Ranks share cores if there are too few: for correctness
@@ -189,7 +189,7 @@ class Job:
     def _end(self) -> None:
         """Kill what is left, remove the folder, wait for the agent, which then has nothing left to do."""
         self.printed = self.watch.output()
-        guardian.clear(self.watch.folder)
+        supervise.clear(self.watch.folder)
         if hasattr(self, "agent"):
             self.agent.join(timeout=10)
 
@@ -222,7 +222,7 @@ class Agent(threading.Thread):
             logs_specs=NoLogs(),
         )
         try:
-            with _main_left_alone():
+            with supervise.main_left_alone():
                 elastic_launch(config, as_rank)(*self.arguments)
         except ChildFailedError as e:
             self.failed, self.exit_codes = True, {rank: f.exitcode for rank, f in e.failures.items()}
@@ -246,21 +246,6 @@ class NoLogs(LogsSpecs):
         return ""
 
 
-@contextmanager
-def _main_left_alone() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every rank: a rank gets all it needs pickled.
-
-    By this name multiprocessing knows a main module that is not to be imported.
-    """
-    main = sys.modules["__main__"]
-    before = main.__spec__
-    main.__spec__ = ModuleSpec("__main__", None)
-    try:
-        yield
-    finally:
-        main.__spec__ = before
-
-
 RENDEZVOUS = "labs-one-machine"
 ADDRESS = "127.0.0.1"
 
@@ -281,7 +266,7 @@ class OneMachine(RendezvousHandler):
             ADDRESS,
             self.port,
             is_master=True,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=timeouts.IMPORT_S),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labs.kit import timeouts
 from labs.kit.hardware import Device
 from labs.kit.host import affinity
 from labs.kit.record import Kind, Record
@@ -99,7 +100,7 @@ def backend_for(device: Device, nccl: bool) -> str:
 
 
 @contextmanager
-def process_group(device: Device, *, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Rank]:
+def process_group(device: Device, *, seed: int = 0, timeout_s: float = timeouts.COMMAND_S) -> Iterator[Rank]:
     """Join the job that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe; leave it at the end.
 
     Pins a CPU rank to its cores with one thread each, makes a GPU rank's device the current one *before* the

@@ -29,7 +29,7 @@ import torch.distributed.elastic.multiprocessing
 import torch.nn.parallel
 import typeguard  # noqa: F401
 
-from labs.kit import fork_server, guardian, measure, record  # noqa: F401
+from labs.kit import fork_server, measure, record, supervise  # noqa: F401
 from labs.kit.errors import BadInput
 from labs.kit.hardware import Device
 from labs.kit.lab import lab_module, make_config, short_name
@@ -38,8 +38,6 @@ from labs.kit.rank import Rank, process_group
 if (fork_server.READY in os.environ and not os.environ.get(fork_server.LEAN)) or "RANK" in os.environ:
     # The first optimizer of a process imports this, which takes as long as all of torch: not for who only launches.
     import torch._dynamo  # noqa: F401
-
-_IMPORTED_BY = os.getpid()  # the fork server, in a rank; the rank itself if that server was there before the course
 
 
 def as_rank(body: bytes, folder: str, placement: list[Device], timeout_s: float, asked: float) -> None:
@@ -74,7 +72,7 @@ def _announce(run: Path, local_rank: int) -> None:
     except FileNotFoundError:  # the run was stopped while this rank was being forked
         os._exit(1)
     # The fork server forks in its main thread, which lives as long as it does.
-    guardian.end_with_parent(os.getppid() if os.getpid() == _IMPORTED_BY else _IMPORTED_BY)
+    supervise.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides; a stray Ctrl-C would race with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable(stacks, all_threads=False)
@@ -84,10 +82,10 @@ def _announce(run: Path, local_rank: int) -> None:
     os.close(out)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # what was printed before a crash must not be lost
-    _own_children(run)
+    own_children(run)
 
 
-def _own_children(run: Path) -> None:
+def own_children(run: Path) -> None:
     """Let DataLoader workers start as under torchrun, as children of this rank, so that they are killed with it.
 
     By default a process from a fork server asks that same server for its own children. What is forked in a thread
@@ -100,7 +98,7 @@ def _own_children(run: Path) -> None:
 
     def in_child() -> None:
         for parent in forked_by:
-            guardian.end_with_parent(parent)
+            supervise.end_with_parent(parent)
 
     os.register_at_fork(before=before, after_in_child=in_child)
     multiprocessing.set_start_method(None, force=True)  # the platform's default
@@ -189,14 +187,23 @@ class RunFunction:
     """A learner's function, with the text of the notebook's cells, which makes its tracebacks readable here."""
 
     def __init__(self, function: Callable[..., Any], args: tuple) -> None:
-        self.function, self.args = function, args
-        cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
-        self.cells = {name: entry for name, entry in cells.items() if not Path(name).exists()}
+        self.function, self.args, self.cells = function, args, cells_here()
 
     def __call__(self, rank: Rank) -> Any:
-        for name, (size, _, lines, full_name) in self.cells.items():
-            linecache.cache[name] = (size, None, lines, full_name)  # without a time: it is not looked up on disk
+        know_cells(self.cells)
         return self.function(*self.args)
+
+
+def cells_here() -> dict[str, tuple]:
+    """Text of the notebook's cells, as linecache has it, for `know_cells` in another process."""
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
+    return {name: entry for name, entry in entries.items() if not Path(name).exists()}
+
+
+def know_cells(cells: dict[str, tuple]) -> None:
+    """Let tracebacks of this process show the lines of a notebook's cells."""
+    for name, (size, _, lines, full_name) in cells.items():
+        linecache.cache[name] = (size, None, lines, full_name)  # without a time: it is not looked up on disk
 
 
 if ready := os.environ.pop(fork_server.READY, None):  # this is the fork server, and torch is loaded

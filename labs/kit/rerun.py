@@ -21,14 +21,13 @@ from typing import Any
 
 import nbformat
 
-from labs.kit import evidence, fingerprint
+from labs.kit import evidence, fingerprint, timeouts
 from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS, choose, nothing_left, use_own_kernel
 from labs.kit.errors import BadInput
 from labs.kit.record import provenance, write_atomic
 
 STAMP = "course_run"
-CELL_TIMEOUT_S = 300
 
 
 def stamp(path: Path) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def rerun(path: Path) -> None:
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor, ExecutePreprocessor
 
     notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
-    runner = ExecutePreprocessor(timeout=CELL_TIMEOUT_S, kernel_name="python3", record_timing=False)
+    runner = ExecutePreprocessor(timeout=timeouts.CELL_S, kernel_name="python3", record_timing=False)
     with tempfile.TemporaryDirectory(prefix="labs-evidence-") as folder:
         os.environ[evidence.FOLDER] = folder  # a kernel inherits it
         runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})

@@ -40,11 +40,11 @@ from labs.common.oracle.tracker import Block, Tracker
 from labs.common.precision import amp
 from labs.common.traps import failures
 from labs.common.traps.shm import SmallSharedMemory
-from labs.kit import guardian
+from labs.kit import supervise, timeouts
 from labs.oom_clinic.memory_faults import Cure, End, run_out
 
 MOST_STEPS, LAYERS, LABELS = 32, 3, 100
-POLL_S, TIMEOUT_S = 0.02, 60.0
+POLL_S = 0.02
 OLD_HABITS = {"optimizer": "adam", "set_to_none": False}
 """Of the step without a cure. Gradients are filled with zeros, as everybody's were before torch 2.0."""
 FACTS = ("steps", "peak", "largest_resident", "started", "anonymous_at_start", "addresses_at_start", "addresses")
@@ -270,16 +270,11 @@ class Job:
 
 
 def _end_with(trainer: int, worker: int) -> None:
-    guardian.end_with_parent(trainer)
+    supervise.end_with_parent(trainer)
 
 
-def _run(trial: Trial, folder: Path, parent: int) -> None:
-    """In the child: all steps, or the error that ends them, and then out without any tidying up.
-
-    `parent` is 0 if a fork server stands between.
-    """
-    guardian.end_with_parent(parent or os.getppid())
-    os.setsid()  # a group of its own, workers included, which its parent ends as a whole
+def _run(trial: Trial, folder: Path) -> None:
+    """In the child: all steps, or the error that ends them, and then out without any tidying up."""
     printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -453,31 +448,26 @@ class Running:
     """A trial in its child."""
 
     def __init__(self, trial: Trial, method: str) -> None:
-        self.trial, self.until = trial, time.monotonic() + TIMEOUT_S
+        self.trial, self.until = trial, time.monotonic() + timeouts.CHILD_S
         self.most = {"trainer": 0.0, "workers": 0.0, "shared": 0.0}
         self.killed: set[int] = set()
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         self.board = Board(self.folder / "board")
-        parent = os.getpid() if method == "fork" else 0
-        self.child = multiprocessing.get_context(method).Process(target=_run, args=(trial, self.folder, parent))
+        self.forked = supervise.forked(_run, trial, self.folder, method=method)
 
     def __enter__(self) -> Running:
-        self.child.start()
+        self.child = self.forked.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """The child and all of its group: whatever came of it, its workers are gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.kill()  # should it have no group yet
-        self.child.join()
+        self.forked.__exit__(*(error or (None, None, None)))
         self._folder.cleanup()
 
     def look(self) -> None:
         """Note how much its processes have; as the killer, end one for it."""
         if time.monotonic() > self.until:
-            raise TimeoutError(f"{self.trial.cause} has not ended after {TIMEOUT_S:g} s")
+            raise TimeoutError(f"{self.trial.cause} has not ended after {timeouts.CHILD_S:g} s")
         if not self.board["started"] or not self.child.is_alive() or self.trial.end not in ("killer", "shm"):
             return
         pid = self.child.pid

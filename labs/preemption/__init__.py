@@ -22,9 +22,9 @@ from typing import Literal, get_args
 import torch
 
 from labs.kit.errors import require
-from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.kit.supervise import watched_folder
 from labs.preemption import requeued
 from labs.preemption.requeued import Start
 
@@ -108,7 +108,7 @@ def steps_redone(last: int, save_every: int, handler: bool) -> int:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The training undisturbed, then preempted and started again as often as there are habits."""
-    with guarded_folder() as root:
+    with watched_folder() as root:
         options = {
             "steps": config.steps,
             "batch-size": config.batch_size,

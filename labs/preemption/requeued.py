@@ -11,15 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from labs.common.elastic import lifeline
+from labs.kit import supervise
 from labs.kit.rank import Rank, unpinned
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "train_ddp_resume.py"
+RECIPE = Path(__file__).parents[1] / "recipes" / "train_ddp_resume.py"
 RANKS = 2
 STEP = re.compile(r"step (\d+)/\d+  loss (\S+) ")
 LONGEST_S = 120.0  # that a start may take without a line
@@ -80,9 +81,9 @@ def train(
     # The ranks meet in a store of this process, as they would in torchrun's: no port is chosen before it is taken
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONGEST_S))
     start = Start(time.time())
-    with unpinned(rank):
-        ranks = [_rank(root, name, r, store.port, options, handler) for r in range(RANKS)]
-    try:
+    with ExitStack() as stack:
+        with unpinned(rank):
+            ranks = [stack.enter_context(_rank(root, name, r, store.port, options, handler)) for r in range(RANKS)]
         for line in ranks[0].stdout or ():
             if found := STEP.match(line):
                 step = int(found[1])
@@ -98,12 +99,6 @@ def train(
                 process.kill()
         start.codes = tuple(process.wait() for process in ranks)
         start.ended = time.time()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            if process.stdout:
-                process.stdout.close()
     start.events = [
         json.loads(line) for f in sorted(root.glob(f"{name}-*.jsonl")) for line in f.read_text().splitlines()
     ]
@@ -142,18 +137,21 @@ def environment(rank: int, port: int, announced: Path) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
-        lifeline.ANNOUNCE: str(announced),
+        supervise.ANNOUNCE: str(announced),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
 
 
-def _rank(root: Path, name: str, rank: int, port: int, options: dict[str, Any], handler: bool) -> subprocess.Popen:
+@contextmanager
+def _rank(
+    root: Path, name: str, rank: int, port: int, options: dict[str, Any], handler: bool
+) -> Iterator[subprocess.Popen]:
     flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     command = [
         sys.executable,
-        "-m",
-        "labs.preemption.requeued",
+        "-P",
+        __file__,  # not -m: that would import the whole experiment
         str(root / f"{name}-{rank}.jsonl"),
         str(int(handler)),
         str(RECIPE),
@@ -161,14 +159,17 @@ def _rank(root: Path, name: str, rank: int, port: int, options: dict[str, Any], 
         "--cpu",
     ]
     with (root / f"{name}-{rank}.log").open("w") as log:
-        return subprocess.Popen(
+        process = supervise.started(
             command,
+            root=root / "run-0",
             env=environment(rank, port, root / "run-0"),
             text=True,
             cwd=root,
             stderr=log,
             stdout=subprocess.PIPE if rank == 0 else log,
         )
+        with process as started:
+            yield started
 
 
 # In the process of a rank
@@ -177,7 +178,7 @@ def _rank(root: Path, name: str, rank: int, port: int, options: dict[str, Any], 
 def main() -> None:
     """Run a recipe, and note when it comes where: EVENTS HANDLER SCRIPT OPTIONS."""
     events, handler, script, *options = sys.argv[1:]
-    lifeline.hold(f"requeued-{os.environ['RANK']}")
+    supervise.hold(f"requeued-{os.environ['RANK']}")
     with open(events, "a", buffering=1) as file:
         _note_events(file)
         if handler == "0":

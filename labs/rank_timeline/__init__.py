@@ -29,9 +29,9 @@ from labs.common.profiling import late_training, traces
 from labs.common.profiling.intervals import length
 from labs.kit import cli, measure
 from labs.kit.errors import BadInput, require
-from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.kit.supervise import watched_folder
 from labs.rank_timeline import clock, timeline_page
 from labs.rank_timeline.clock import LANES, Merged
 
@@ -110,7 +110,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     training = late_training.Training(late_training.build(config), config.batch_size, rank.device)
     late = late_rank_of(config, rank.world_size)
     mine = {config.place: 1e-3 * config.delay_ms} if rank.rank == late else {}
-    with guarded_folder() as own:
+    with watched_folder() as own:
         folder = Path(config.folder or own)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank.rank}.json"

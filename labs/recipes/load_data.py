@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 from torch.utils.data import DataLoader, Dataset, Subset
 
-DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mnist_12k.npz"
 
 
 class Images(Dataset):  # YOUR DATA: __len__, and __getitem__ for one sample

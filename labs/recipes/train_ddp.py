@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mnist_12k.npz"
 
 
 class Block(nn.Module):

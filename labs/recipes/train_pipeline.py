@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mnist_12k.npz"
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mnist_12k.npz"
 
 
 class Block(nn.Module):

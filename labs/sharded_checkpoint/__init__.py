@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from labs.kit import measure
 from labs.kit.errors import require
-from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.kit.supervise import watched_folder
 from labs.sharded_checkpoint import damage, sharded_model, shards
 
 MODES = ("gathered", "save", "async_save")
@@ -78,7 +78,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Three ways to save a large model; then a small one is saved and loaded by other numbers of ranks, and damaged."""
     width = 256 if config.smoke else config.width
     background = dist.new_group(backend="gloo")  # a save in a thread must not share a group with training
-    with guarded_folder(config.folder) if rank.rank == 0 else nullcontext() as folder:
+    with watched_folder(config.folder) if rank.rank == 0 else nullcontext() as folder:
         folder = rank.gather(folder)[0]
         yield from ways_to_save(width, folder, background, config, rank)
         groups = groups_of({n for pair in _pairs(rank.world_size) for n in pair})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -14,9 +13,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from labs.kit import supervise, timeouts
+
 Fault = Callable[[bool], object]
 SOON = datetime.timedelta(seconds=2)
-LONG_S = 60.0  # of a child process; the slowest here imports torch three times
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,7 @@ def script(text: str, **environment: str) -> str:
 
 def command(words: list[str], folder: str | None = None, **environment: str) -> str:
     """What a command prints on stderr."""
-    done = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        env={**os.environ, **environment},
-        cwd=folder,
-        check=False,
-        encoding="utf-8",
-        errors="replace",
-    )
+    done = supervise.run(words, timeouts.CHILD_S, env={**os.environ, **environment}, cwd=folder)
+    if done.returncode is None:
+        raise TimeoutError(f"{' '.join(words)} did not end within {timeouts.CHILD_S:g} s")
     return done.stderr

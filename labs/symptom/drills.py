@@ -27,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
+from labs.kit import timeouts
 from labs.kit.launch import RankFailed, run_on_ranks
 from labs.symptom import drills_machine, drills_program
-from labs.symptom.drill_kit import DRILLS, LONG_S, SOON, drill, leave
+from labs.symptom.drill_kit import DRILLS, SOON, drill, leave
 
 __all__ = ["DRILLS", "drills_machine", "drills_program", "seen"]  # each module registers its own
 
@@ -40,7 +41,7 @@ def seen(name: str, cured: bool) -> str:
     if not chosen.ranks:
         return _told(name, cured)
     try:
-        return "\n".join(run_on_ranks(_told, chosen.ranks, name, cured, timeout_s=LONG_S))
+        return "\n".join(run_on_ranks(_told, chosen.ranks, name, cured, timeout_s=timeouts.CHILD_S))
     except RankFailed as e:  # a rank that is gone, which no `except` on it could see
         return str(e)
 

@@ -25,9 +25,9 @@ from labs.common.checkpoints.training import Forgotten, Training, states
 from labs.common.data import fashion
 from labs.kit import measure
 from labs.kit.errors import BadInput, require
-from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank, same_bits_every_time, unpinned
 from labs.kit.record import Record, Records
+from labs.kit.supervise import watched_folder
 from labs.training_checkpoint import corruption, drills, writers
 from labs.training_checkpoint.writers import WAYS
 
@@ -123,7 +123,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     same_bits_every_time(rank.device)
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(guarded_folder(Path(config.folder) if config.folder else None))
+            folder = stack.enter_context(watched_folder(Path(config.folder) if config.folder else None))
         except OSError as e:
             raise BadInput(
                 f"cannot write to {config.folder or tempfile.gettempdir()} ({e.strerror}): choose another --folder"

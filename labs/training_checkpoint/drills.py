@@ -10,7 +10,6 @@ import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labs.kit import supervise, timeouts
 from labs.training_checkpoint.writers import Way
-
-DEADLINE_S = 30.0  # for one forked writer; a kill takes a thousandth of it
 
 
 def marked(step: int, size_bytes: int) -> dict[str, Tensor]:
@@ -67,7 +65,8 @@ def kills(way: Way, folder: Path, count: int, size_bytes: int, seed: int) -> Ite
     save_s = _save_s(way, folder, size_bytes)
     for _ in range(count):
         moment = draw.uniform(0, 1)
-        with _Progress() as progress, _forked(_save_on, way, folder, saved + 1, size_bytes, progress) as writer:
+        arguments = (_save_on, way, folder, saved + 1, size_bytes)
+        with _Progress() as progress, supervise.forked(_alone, *arguments, progress) as writer:
             progress.wait_for(saved + 1, writer)
             time.sleep(moment * save_s)
             writer.kill()
@@ -92,7 +91,7 @@ def _save_s(way: Way, folder: Path, size_bytes: int) -> float:
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
     seconds = []
     for _ in range(5):
-        with _forked(_time_save, way, folder, size_bytes, send) as writer:
+        with supervise.forked(_alone, _time_save, way, folder, size_bytes, send) as writer:
             seconds.append(_answer(receive, writer))
     return statistics.median(seconds)
 
@@ -105,9 +104,9 @@ def _time_save(way: Way, folder: Path, size_bytes: int, send: Any) -> None:
 
 def _answer(receive: Any, writer: multiprocessing.Process) -> Any:
     """What a writer sends; RuntimeError if it ends without, or takes too long."""
-    wait([receive, writer.sentinel], DEADLINE_S)
+    wait([receive, writer.sentinel], timeouts.CHILD_S)
     if not receive.poll():
-        raise RuntimeError(f"a writer did not answer within {DEADLINE_S:g} s: exit code {writer.exitcode}")
+        raise RuntimeError(f"a writer did not answer within {timeouts.CHILD_S:g} s: exit code {writer.exitcode}")
     return receive.recv()
 
 
@@ -140,24 +139,11 @@ class _Progress:
 
     def wait_for(self, step: int, writer: multiprocessing.Process) -> None:
         """Until the save of `step` has been started. RuntimeError if the writer ended, or does not come to it."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + timeouts.CHILD_S
         while self.read()[0] < step:
             if not writer.is_alive() or time.monotonic() > end:
                 raise RuntimeError(f"the writer did not come to step {step}: exit code {writer.exitcode}")
             time.sleep(0.0002)
-
-
-@contextmanager
-def _forked(function: Callable[..., None], *args: Any) -> Iterator[multiprocessing.Process]:
-    """A process that runs `function`; killed at the end, if it is still there."""
-    process = multiprocessing.get_context("fork").Process(target=_alone, args=(function, *args), daemon=True)
-    process.start()
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.join()
-        process.close()
 
 
 def _alone(function: Callable[..., None], *args: Any) -> None:

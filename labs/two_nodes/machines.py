@@ -10,16 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from labs.common.elastic import lifeline
-from labs.kit.fork_server import guarded_folder
+from labs.kit import supervise, timeouts
 from labs.kit.rank import Rank, unpinned
+from labs.kit.supervise import watched_folder
 
 NODES = (0, 1)
-READY_S = 90.0
 POLL_S = 0.02
 OF_THIS_RANK = (
     "TORCHELASTIC_",
@@ -75,8 +74,8 @@ class Torchrun:
 class Machines:
     """Two places to start a torchrun on."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, stack: ExitStack) -> None:
+        self.root, self.stack = root, stack
         self.servers: list[subprocess.Popen] = []
         self.count = 0
         self.addresses = _loopbacks()
@@ -121,21 +120,18 @@ class Machines:
             "import socket,sys,time;s=socket.create_server(('',int(sys.argv[1])));print(1,flush=True);time.sleep(99)"
         )
         command = [sys.executable, "-S", "-c", listen, str(port)]
-        other = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-        (self.root / "run-0" / f"rank-other-{other.pid}").touch()
-        try:
+        with supervise.started(command, root=self.root / "run-0", name="other", stdout=subprocess.PIPE) as other:
             other.stdout.readline()
             yield
-        finally:
-            other.kill()
-            other.wait()
-            other.stdout.close()
 
     def build(self) -> None:
         """Start both servers, each on a core of its own."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         for node in NODES:
-            self.servers.append(_server(self.root, node, cores[node % len(cores)]))
+            server = _server(self.root, node)
+            self.servers.append(self.stack.enter_context(server))
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(self.servers[node].pid, {cores[node % len(cores)]})
 
     def wait_until_ready(self) -> None:
         """Until both servers have loaded torch."""
@@ -143,36 +139,26 @@ class Machines:
             wait_for(
                 lambda n=node, s=server: (self.root / f"node{n}-ready").exists() or s.poll() is not None,
                 "import torch on both machines",
-                READY_S,
+                timeouts.IMPORT_S,
             )
             if server.poll() is not None:
                 last = (self.root / f"node{node}.log").read_text(errors="replace").splitlines()[-1:]
                 raise RuntimeError(f"machine {node} has ended with exit code {server.returncode}: {''.join(last)}")
 
-    def close(self) -> None:
-        """End the servers. What they started ends with them, and by the guardian of the folder."""
-        for server in self.servers:
-            server.kill()
-            server.wait()
-            with suppress(BrokenPipeError):
-                server.stdin.close()
-
 
 @contextmanager
 def two_machines(rank: Rank) -> Iterator[Machines]:
     """Two machines with torch loaded, for the length of the block."""
-    with guarded_folder(sockets=True) as root, unpinned(rank):
+    with watched_folder(sockets=True) as root, unpinned(rank):
         (root / "run-0").mkdir()
-        machines = Machines(root)
-        try:
+        with ExitStack() as stack:  # what the servers started ends with them, and by the watcher of the folder
+            machines = Machines(root, stack)
             machines.build()
             machines.wait_until_ready()
             yield machines
-        finally:
-            machines.close()
 
 
-def wait_for(done: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
+def wait_for(done: Callable[[], Any], what: str, limit_s: float = timeouts.CHILD_S) -> Any:
     """What `done` returns as soon as that is true. RuntimeError names `what` after `limit_s` seconds."""
     until = time.monotonic() + limit_s
     while not (found := done()):
@@ -182,33 +168,33 @@ def wait_for(done: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
     return found
 
 
-def _server(root: Path, node: int, core: int) -> subprocess.Popen:
-    """A machine's process, on a core of its own, announced to the guardian of `root`."""
+@contextmanager
+def _server(root: Path, node: int) -> Iterator[subprocess.Popen]:
+    """A machine's process, announced in `root`."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RANK)}
     one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **outside,
         **one,
-        lifeline.ANNOUNCE: str(root / "run-0"),
+        supervise.ANNOUNCE: str(root / "run-0"),
         "TMPDIR": str(root),
         "PYTHONUNBUFFERED": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONPATH": os.pathsep.join(p for p in path if p),
     }
     with (root / f"node{node}.log").open("ab") as log:
-        server = subprocess.Popen(
+        server = supervise.started(
             [sys.executable, "-m", "labs.two_nodes.node_server", str(root), f"node{node}"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            root=root / "run-0",
+            name=f"node{node}",
         )
-    (root / "run-0" / f"rank-node{node}-{server.pid}").touch()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(server.pid, {core})
-    return server
+        with server as process:
+            yield process
 
 
 def _loopbacks() -> tuple[str, str]:

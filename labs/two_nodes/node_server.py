@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from labs.common.elastic import lifeline
+from labs.kit import supervise
 
 POLL_S = 0.02
 
@@ -29,7 +29,7 @@ POLL_S = 0.02
 def main() -> None:
     """Serve requests until standard input ends; tell the end of each agent by a file beside its log."""
     root, name = Path(sys.argv[1]), sys.argv[2]
-    lifeline.hold(name)
+    supervise.hold(name)
 
     import labs.two_nodes.ranks  # noqa: F401
 
@@ -50,15 +50,13 @@ def main() -> None:
 def _start(request: dict[str, Any]) -> int:
     """Fork an agent; its pid, also as a file beside its log."""
     log = Path(request["log"])
-    parent = os.getpid()
     if pid := os.fork():
         _write(log.with_suffix(".pid"), str(pid))
         return pid
     code = 1
     try:
-        lifeline.guardian.end_with_parent(parent)
-        lifeline._announce(Path(os.environ[lifeline.ANNOUNCE]), "agent")
-        lifeline._IMPORTED_BY = os.getpid()  # ranks are forked from here: this is the parent that they end with
+        supervise.end_with_parent()
+        supervise.announce(Path(os.environ[supervise.ANNOUNCE]), "agent")
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for descriptor in (1, 2):
             os.dup2(out, descriptor)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import launch
 
-from labs.common.elastic import lifeline, loop  # noqa: F401  (loop: loaded before the training that uses it is forked)
+from labs.common.elastic import loop  # noqa: F401  (loop: loaded before the training that uses it is forked)
+from labs.kit import supervise
 
 VARIABLES = (
     "MASTER_ADDR",
@@ -106,7 +107,7 @@ def _argument(first: int, ranks: int, folder: str) -> None:
 
 
 def _begin() -> None:
-    lifeline.hold(os.environ["RANK"])
+    supervise.hold(os.environ["RANK"])
     torch.set_num_threads(1)
 
 

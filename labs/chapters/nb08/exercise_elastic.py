@@ -20,8 +20,6 @@ from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake
 from labs.kit.failure import RankFailed
 
-LIMIT_S = 45.0
-"""A check starts the job eight times: seconds on a quiet machine, and many times that on a busy one."""
 Function = Callable[..., Any]
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 72, 12, 3, 4
 PER_EPOCH = SAMPLES // BATCH

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
+from labs.kit import timeouts
 from labs.kit.answers import on_ranks
 from labs.kit.check import Exercise, Mistake
 
 PARTS = ("data", "forward", "backward", "exchange", "update")
 MARK = "job: "  # begins the names that the job itself leaves in a trace
-LIMIT_S = 90.0
 
 # -- the task: a training loop whose parts cost what was planted
 
@@ -323,4 +323,4 @@ def _step_us(seen: Seen) -> list[float]:
     return [max(b for _, b in of) - min(a for a, _ in of) for of in steps.values()]
 
 
-EXERCISE = Exercise("a schedule and ranges for the profiler", check_profile_loop, profile_loop, LIMIT_S)
+EXERCISE = Exercise("a schedule and ranges for the profiler", check_profile_loop, profile_loop, timeouts.FUNCTION_S)

@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from labs.kit import supervise
 from labs.kit.record import Record, Records, attach_provenance
 
 LAB = "installed"
@@ -92,7 +92,9 @@ def endings() -> Iterator[Record]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "default", "-c", ENDING, folder, str(PAIRS), str(LONG_S)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=4 * LONG_S, check=True)
+        done = supervise.run(command, 4 * LONG_S)
+        if done.returncode != 0:
+            raise RuntimeError(f"the ranks that end failed: {done.stderr[-500:]}")
         for last, found in json.loads(done.stdout.splitlines()[-1]).items():
             told = [
                 [line for rank in range(2) for line in _lines(Path(folder, f"{last}-{pair}-{rank}"))]
@@ -166,7 +168,7 @@ dist.destroy_process_group()
 def _child(program: str, environment: dict[str, str]) -> list[str]:
     """What a Python program prints."""
     told = {key: value for key, value in os.environ.items() if key not in DEBUG} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S, env=told, check=True
-    )
+    done = supervise.run([sys.executable, "-c", program], LONG_S, env=told)
+    if done.returncode != 0:
+        raise RuntimeError(f"a program that should print how NCCL is set failed: {done.stderr[-500:]}")
     return (done.stderr + done.stdout).strip().splitlines()

@@ -15,15 +15,13 @@ from labs.doctor import report
 from labs.doctor.report import Report
 from labs.doctor_trial.cases import BY_NAME, Case, Change, gains, with_cures
 from labs.doctor_trial.in_turn import Script, doctor_command, run_alone
-from labs.kit import measure, room
+from labs.kit import measure, room, timeouts
 from labs.kit.display import say
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance
 
 STEPS, SECONDS = 30, 9.0
 """As they are; for counterfactuals."""
-LIMIT_S = 150.0
-"""For one run of the doctor."""
 BLOCK, MOST_ROUNDS = 12, 20
 """Steps of a turn of the cures."""
 OTHER_CURES = {"slow_loader": {"2 workers decode": Change("workers = 0", "workers = 2")}}
@@ -48,7 +46,9 @@ def examine(patient: str) -> Report:
         folder = Path(name)
         script = case.write(folder / "patient")
         options = ("--steps", str(steps), "--seconds", f"{seconds:g}")
-        code, said = run_alone(doctor_command(script, (*options, "--out", str(folder / "report"))), folder, LIMIT_S)
+        code, said = run_alone(
+            doctor_command(script, (*options, "--out", str(folder / "report"))), folder, timeouts.DOCTOR_S
+        )
         written = folder / "report" / "report.json"
         if not written.is_file():
             last = (said.strip().splitlines() or ["not a word"])[-1]

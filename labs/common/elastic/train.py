@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from labs.common.elastic import lifeline
 from labs.common.elastic.journal import Journal
+from labs.kit import supervise
 from labs.kit.errors import BadInput, require
 from labs.kit.restart import was_restarted
 
@@ -88,7 +88,7 @@ def main(args: list[str] | None = None) -> None:
     started = time.time()
     config = parse(args)
     require("RANK" in os.environ, "start it with torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train")
-    lifeline.hold(os.environ["RANK"])
+    supervise.hold(os.environ["RANK"])
     try:
         journal = Journal(config.folder, int(os.environ["RANK"]), started)
     except OSError as e:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from labs.kit import timeouts
 from labs.kit.errors import BadInput, require
 from labs.kit.lab import imported, require_findable
 
-STEP_LIMIT_S = 100.0  # long enough to load weights; one that hangs must not hang its user for ever
+STEP_LIMIT_S = timeouts.FUNCTION_S  # long enough to load weights; one that hangs must not hang its user for ever
 
 
 @dataclass(frozen=True)

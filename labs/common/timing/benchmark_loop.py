@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from signal import SIGKILL
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
 from labs.common import models
 from labs.common.timing.streams import DeviceStream, EmulatedStream, open_stream
+from labs.kit import supervise
 from labs.kit.hardware import require_shareable
 from labs.kit.rank import Rank
 
@@ -183,21 +181,16 @@ def answers(model: str, batch_size: int, steps: int, repeats: int, rank: Rank) -
 def one_answer(model: str, batch_size: int, steps: int, rung: str, device: torch.device) -> float:
     """What one run of the loop prints, in a new process. RuntimeError with one line if it fails or takes too long."""
     # A process that has used CUDA cannot fork; a fork server, which imports once, is a process that has not.
-    context: Any = multiprocessing.get_context("fork" if device.type == "cpu" else "forkserver")
+    method = "fork" if device.type == "cpu" else "forkserver"
+    context: Any = multiprocessing.get_context(method)
     if device.type != "cpu":
         context.set_forkserver_preload([__name__, "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, model, batch_size, steps, rung, device)
-    child = context.Process(target=_child, args=arguments, daemon=True)
-    child.start()
-    sender.close()
-    try:
+    # It is killed after its answer as well: as printed, the loop leaves work behind that nobody waits for.
+    with receiver, supervise.forked(_child, *arguments, method=method):
+        sender.close()
         return _answer(receiver, rung)
-    finally:
-        child.kill()  # also after an answer: as printed, the loop leaves work behind that nobody waits for
-        child.join()
-        child.close()
-        receiver.close()
 
 
 def _answer(receiver: Connection, name: str) -> float:
@@ -215,9 +208,6 @@ def _answer(receiver: Connection, name: str) -> float:
 
 def _child(sender: Connection, model: str, batch_size: int, steps: int, rung: str, device: torch.device) -> None:
     """Print, so to speak, one answer: the loop's seconds per step, or the first line of what went wrong."""
-    _prctl_pr_set_pdeathsig(SIGKILL)  # Linux: should the rank die, so does this process
-    if not multiprocessing.parent_process().is_alive():
-        os._exit(1)
     try:
         workload = models.make(model)
         if device.type != "cpu":

@@ -1,6 +1,6 @@
 """torch's elastic agent for one training after the other. Started by labs.elastic_restart.agent, never by hand.
 
-    python -m labs.elastic_restart.agent_process ROOT
+    python -m labs.common.elastic.agent_process ROOT
 
 Reads a request per line, as JSON: the folder of the training, whether its ranks are forked, torchrun's arguments and
 the training's own. It imports torch once, while its fork server does the same on another core, so that a training
@@ -16,7 +16,8 @@ import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
-from labs.common.elastic import journal, lifeline, train
+from labs.common.elastic import journal, train
+from labs.kit import supervise
 
 MODULE = "labs.elastic_train"
 
@@ -24,8 +25,8 @@ MODULE = "labs.elastic_train"
 def main() -> None:
     """Serve requests until standard input ends."""
     root = Path(sys.argv[1])
-    lifeline.hold("agent")
-    multiprocessing.set_forkserver_preload(["labs.common.elastic.lifeline", "labs.common.elastic.loop"])
+    supervise.hold("agent")
+    multiprocessing.set_forkserver_preload(["labs.kit.supervise", "labs.common.elastic.loop"])
     forkserver.ensure_running()
     (root / f"server-{forkserver._forkserver._forkserver_pid}").touch()
     import torch._dynamo  # otherwise done when the first rank fails, as its traceback is logged: a second or more
