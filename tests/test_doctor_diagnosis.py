@@ -44,15 +44,10 @@ def _without(mode, share):
 FED = WELL | {"data": 0.0}
 PLANTED = {
     "slow_loader": ("same batch again", 0.5, {}),
-    "validation": ("no evaluation", 0.3, {}),
-    "checkpoint": ("no saving", 0.3, {}),
     "printing": ("no printing", 0.2, {}),
     "synchronise": ("no waiting line", 0.2, {"device": "cuda"}),
-    "anomaly": ("no anomaly detection", 0.4, {}),
     "threads": ("fewer threads", 0.4, {"machine": {"cores": 2, "threads": 8}}),
     "tiny_batches": ("larger batch", 0.45, {}),
-    "find_unused": ("no search for unused parameters", 0.15, {}),
-    "optimizer_loop": ("fused optimizer", 0.2, {"device": "cuda", "training": LOOP}),
     "python_overhead": ("compiled", 0.4, {"device": "cuda", "machine": {"gpu_percent": 40}}),
 }
 
@@ -76,13 +71,6 @@ def test_causes_are_ranked_by_what_is_certain_of_their_bound():
     assert found[2].bound.value > found[0].bound.value and found[2].bound.low < found[1].bound.low
 
 
-def test_where_a_step_hardly_waits_for_data_noise_accuses_no_loader():
-    facts = made(modes=MODES | {"same batch again": 0.93 * STEP_S})  # 2 % of a step are a wait
-    assert not diagnose([facts])
-    facts.loader.workers = 2  # they use the cores that the step needs
-    assert names([facts], OPTION) == ["slow_loader"]  # below 15 % it is no illness
-
-
 def test_a_cure_of_the_optimizer_gives_no_more_than_a_step_without_one():
     """Noise can show more. On a GPU the host's clock does not know how long the optimizer's work takes."""
     facts = made(WELL | {"optimizer": 0.01, "forward": 0.41}, MODES | {"fused optimizer": 0.7 * STEP_S})
@@ -92,12 +80,6 @@ def test_a_cure_of_the_optimizer_gives_no_more_than_a_step_without_one():
     assert any(text.startswith("fused optimizer: at most 1.01 x") for text in healthy([facts]))
     facts = made(modes=MODES | {"fused optimizer": 0.7 * STEP_S}, device="cuda", training=LOOP)
     assert names([facts]) == ["optimizer_loop"]
-
-
-def test_torchs_own_choice_of_an_optimizer_without_a_fused_kernel_is_no_illness():
-    for device in ("cpu", "cuda"):
-        facts = made(modes=MODES | {"fused optimizer": 0.9 * STEP_S}, device=device)
-        assert names([facts]) == [] and names([facts], OPTION) == ["fused_optimizer"]
 
 
 def test_what_a_healthy_training_may_use_comes_after_what_holds_it_back():
@@ -116,13 +98,6 @@ def test_batches_are_tiny_only_if_most_of_a_step_is_paid_whatever_their_size_is(
     [found] = diagnose([made(FED, {"larger batch": longer}, samples_factor={"larger batch": 4.0}, rounds=12)])
     assert found.kind == kind and found.bound.low <= 4 * STEP_S / longer <= found.bound.high
     assert "batch_size=128" in found.cure
-
-
-def test_a_larger_batch_waits_for_its_data():
-    """The trial gives one batch twice; half of a step is waiting for one, and a batch of twice the size waits twice."""
-    facts = made({"data": 0.5, "forward": 0.5}, {"larger batch": 1.5 * STEP_S}, samples_factor={"larger batch": 2.0})
-    found = bounds.in_turn([facts], "larger batch")
-    assert found.low <= 1 <= found.high and found.high < 1.1
 
 
 def test_few_rounds_prove_nothing():
@@ -175,27 +150,10 @@ def _now_and_then(at, seconds=0.5):
     return facts
 
 
-def test_of_something_in_every_tenth_step_three_times_are_enough_if_it_costs_much():
-    """Half of the run: 3 x 0.5 s in 30 steps of 50 ms. How often it comes is known but for one more or less."""
-    [found] = diagnose([_now_and_then((9, 19, 29))])
-    assert found.name == "validation" and found.bound.value == pytest.approx(2, rel=0.01)
-    assert found.bound.low == pytest.approx(1 + 2 / 3, rel=0.02) and found.bound.high == pytest.approx(7 / 3, rel=0.02)
-    assert "3 of 30 steps" in found.what
-
-
-@pytest.mark.parametrize("at", [(4,), (3, 4, 5), (5, 7, 28)])
+@pytest.mark.parametrize("at", [(4,), (5, 7, 28)])
 def test_what_comes_without_order_three_times_in_thirty_steps_is_not_known(at):
     facts = _now_and_then(at)
     assert not diagnose([facts]) and any("no evaluation" in text for text in unknown([facts]))
-
-
-def test_what_was_seen_once_is_not_known():
-    facts = made(noise=0.001)
-    facts.spans_s["save"][7] = 0.3
-    facts.step_s[7] += 0.3
-    assert not diagnose([facts]) and any(
-        text.startswith("too rare") and "no saving" in text for text in unknown([facts])
-    )
 
 
 def two_ranks(own=(0.030, 0.045), exchange_s=0.005):
@@ -228,14 +186,13 @@ def test_a_straggler_is_named_by_rank_and_the_exchange_is_without_it():
     assert exchange.what.startswith(str(exposed)) and exposed.low < 0.005 < exposed.high
 
 
-@pytest.mark.parametrize("training", [{"shapes": 1}, {"shapes": 0, "weights": 3.5}])
-def test_ranks_that_hold_different_parts_of_the_model_are_not_late_and_have_no_exchange_too_many(training):
+def test_ranks_that_hold_different_parts_of_the_model_are_not_late_and_have_no_exchange_too_many():
     facts = two_ranks()
     for f in facts:
         f.training |= {"shapes": 0, "weights": 3.0}
         f.spans_s["exchange"] = [0.02] * len(f.step_s)
     assert set(names(facts, HOLDS_BACK, OPTION)) == {"straggler", "exchange"}
-    facts[1].training |= training
+    facts[1].training |= {"shapes": 0, "weights": 3.5}
     assert not names(facts, HOLDS_BACK, OPTION) and any("ranks hold different parts" in text for text in unknown(facts))
     assert not any("ranks: the slowest" in text for text in healthy(facts))
 
@@ -252,8 +209,6 @@ def test_ranks_that_are_alike_have_no_straggler():
     [
         ({"exchanges": 1, "bucket_bytes": 25 * 2**20}, 0.005, OPTION),
         ({"exchanges": 4}, 0.005, HOLDS_BACK),
-        ({"bucket_bytes": 100}, 0.005, HOLDS_BACK),
-        ({"sync_batchnorm": True}, 0.005, HOLDS_BACK),
         ({"exchanges": 1}, 0.030, OPTION),
     ],
 )
@@ -264,40 +219,12 @@ def test_exchange_is_an_illness_if_there_is_more_than_there_has_to_be(training, 
     assert names(facts, kind) == ["exchange"]
 
 
-def test_needless_exchange_that_noise_leaves_without_a_price_is_told_all_the_same():
-    facts = two_ranks((0.020, 0.020))
-    for f in facts:
-        f.training["bucket_bytes"] = 100
-        del f.turns_s["no exchange"]
-    assert names(facts, READING) == ["exchange"] and not names(facts)
-
-
 def test_without_a_counterfactual_the_straggler_is_who_waits_for_nobody():
     facts = two_ranks()
     for f in facts:
         del f.turns_s["no exchange"]
     [late] = [f for f in diagnose(facts) if f.name == "straggler"]
     assert late.by == FROM_PARTS and "rank 1" in late.what
-
-
-def test_turns_that_noise_has_spoilt_give_way_to_parts():
-    facts = two_ranks()
-    for rank, f in enumerate(facts):
-        own = (0.03, 0.045)[rank]
-        f.turns_s["no exchange"] = [[own * x] for x in (6, 1, 1, 0.8, 1, 1.3, 1, 0.9)][:: 1 - 2 * rank]
-    [late] = [f for f in diagnose(facts) if f.name == "straggler"]
-    assert late.by == FROM_PARTS and late.bound.low <= 0.050 / 0.035 <= late.bound.high
-    spoilt = made(STARVED)
-    spoilt.turns_s["same batch again"] = [[0.025 * x] for x in (6, 1, 1, 0.8, 3, 1.3, 5, 0.9)]
-    assert [(f.name, f.by) for f in diagnose([spoilt])] == [("slow_loader", FROM_PARTS)]
-
-
-def test_on_a_gpu_the_hosts_clock_names_no_straggler():
-    facts = two_ranks()
-    for f in facts:
-        f.device = "cuda"
-        del f.turns_s["no exchange"]
-    assert "straggler" not in [f.name for f in diagnose(facts)]
 
 
 def test_bounds_are_those_of_the_slowest_rank_of_each_round():
@@ -310,18 +237,11 @@ def _series(growth, noise, steps=30, jump=0.0):
     return [3e8 + growth * i + draw.uniform(-noise, noise) + (jump if i > 10 else 0) for i in range(steps)]
 
 
-@pytest.mark.parametrize("series", [_series(0, 0), _series(0, 1e6), _series(0, 0, jump=1e8), _series(-1e4, 1e3)])
+@pytest.mark.parametrize("series", [_series(0, 1e6), _series(0, 0, jump=1e8)])
 def test_memory_that_settles_jumps_or_trembles_does_not_grow(series):
     facts = made()
     facts.memory["each_step"] = series
     assert not diagnose([facts])
-
-
-def test_memory_whose_growth_is_unsteady_is_judged_by_what_is_certain():
-    facts = made()
-    grown = [0, 1e6, 1.0001e6, 3e6, 3.0001e6, 3.0002e6, 4e6]  # after each block of steps
-    facts.memory |= {"each_step": [3e8 + grown[i // 4] for i in range(28)], "free": 8e9}
-    assert memory_growth(facts).low > 0 and not diagnose([facts])
 
 
 def test_memory_that_settles_after_the_steps_as_they_are_does_not_grow():
@@ -357,12 +277,6 @@ def test_memory_that_grows_is_told_with_its_rate():
     assert not diagnose([facts]) and any("it lasts for a million steps" in text for text in healthy([facts]))
 
 
-def test_the_hooks_own_time_is_not_told_as_lines_of_the_script():
-    parts = {"rest": 0.4, "forward": 0.3, "backward": 0.3}
-    assert "own_code" in names([made(parts, step_s=3e-4)])
-    assert "own_code" not in names([made(parts, step_s=3e-4, cost={"calls": 20.0, "call_s": 5e-6, "s": 1e-4})])
-
-
 def test_recompiles_are_told_only_if_they_were_seen():
     facts = _compiles(range(0, 30, 5), 0.2)
     found = diagnose([facts])[0]
@@ -380,17 +294,12 @@ def _compiles(at, seconds, noise=0.001):
     return facts
 
 
-@pytest.mark.parametrize("at", [(29,), (3, 27), (1, 2, 3)], ids=["a last batch", "two", "soon over"])
+@pytest.mark.parametrize("at", [(29,), (1, 2, 3)], ids=["a last batch", "soon over"])
 def test_compiling_that_may_be_over_is_told_with_its_seconds_and_has_no_bound(at):
     """3 s of compiling in 30 steps of 50 ms would be three times the training's time, if it went on."""
     (found,) = diagnose([_compiles(at, 3.0)])
     assert (found.name, found.kind, found.bound) == ("recompiles", READING, None)
     assert f"one-off: {3 * len(at)}" in found.what
-
-
-def test_steps_that_scatter_are_not_booked_to_the_compiler():
-    (found,) = diagnose([_compiles((2, 9, 16, 23), 0.002, noise=0.3)])
-    assert found.name == "recompiles" and found.bound is None
 
 
 def test_what_is_switched_on_and_could_not_be_priced_is_read():
@@ -417,28 +326,6 @@ def test_the_line_is_that_of_the_noted_call_or_of_the_source(tmp_path):
     assert loader.where == "train.py:3  loader = torch.utils.data.DataLoader(data)  # <b>"
     assert printing.where == "train.py:4  print(loss)"
     assert called(str(tmp_path / "none.py"), ["DataLoader"]) == ""
-
-
-def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
-    facts = made(modes={"same batch again": 0.02}, loader_s={"0": [0.03] * 3, "1": [0.02] * 3, "2": [0.01] * 3})
-    assert "num_workers=2" in diagnose([facts])[0].cure
-    facts.loader_s = {"0": [0.01] * 3, "2": [0.03] * 3}
-    facts.loader.workers = 2
-    cure = diagnose([facts])[0].cure
-    assert "num_workers=0)" in cure and "persistent" not in cure  # which torch refuses without workers
-    facts.loader.workers = 0
-    facts.loader_s = {"0": [0.03] * 3, "2": [0.031] * 3}  # not faster, and all of it beside the rest of a step
-    cure = diagnose([facts])[0].cure
-    assert "num_workers=2" in cure and "31.0 ms for a batch, the rest of a step 49" in cure
-    facts.loader.workers = 2
-    facts.loader_s = {"2": [0.03] * 3, "4": [0.031] * 3}
-    assert "more workers are not faster" in diagnose([facts])[0].cure
-
-
-def test_where_no_model_is_seen_own_lines_may_be_the_model():
-    facts = made({"prepare": 0.8, "backward": 0.2})
-    facts.training["forward_seen"] = False
-    assert not names([facts])
 
 
 def test_ranks_between_which_no_exchange_is_seen_are_told():
@@ -489,7 +376,7 @@ def test_a_cure_that_gives_what_was_promised():
     assert "slower than before" in compare.page(after, before).splitlines()[0]
 
 
-@pytest.mark.parametrize("turns", [[], [[0.03]], [[0.02], [0.2]] * 4], ids=["not reached", "one round", "noise"])
+@pytest.mark.parametrize("turns", [[], [[0.02], [0.2]] * 4], ids=["not reached", "noise"])
 def test_what_the_second_run_did_not_come_to_try_is_not_called_cured(turns):
     before = _report([made(modes={"larger batch": STEP_S}, samples_factor={"larger batch": 2.0})])
     assert "tiny_batches" in [f.name for f in before.findings]
@@ -517,14 +404,6 @@ def test_samples_per_second_count_where_the_batch_has_changed():
     found = compare.compare(before, after)
     assert found.gain.value == pytest.approx(2, rel=0.02)
     assert any("32 samples" in w and "128" in w for w in found.warnings)
-
-
-def test_runs_that_do_not_compare_are_flagged():
-    before = _report([made()], cpu="A", cores=2)
-    after = _report([made(samples=None, steps=20, training={"parameters": 5})], cpu="B", cores=2)
-    found = compare.compare(before, after)
-    assert found.unit == "steps/s" and len(found.warnings) == 4
-    assert any("cpu was A, now B" in w for w in found.warnings)
 
 
 def test_an_option_is_cured_only_if_the_training_has_it_now():
