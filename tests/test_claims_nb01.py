@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from labs.chapters.nb01.claims_method import PARTS
 from labs.kit.claims import claims, gain, last, ratio, runs, table
 from labs.kit.record import Record, Records
 
@@ -120,84 +119,48 @@ def scattered(records, **case):
     return [scatter(r) if case.items() <= r.case.items() and len(r.samples) > 1 else r for r in records]
 
 
-def no_more_kept(records):
-    """Activations take as many bytes with every batch."""
-    return [dataclasses.replace(r, samples=(1e3,)) if r.metric == "activation_bytes" else r for r in records]
-
-
-EFFICIENT_ALIKE = no_more_kept(batch_size({4: 1.0, 8: 2.0}, ddp={4: 2.0, 8: 4.0}))
 EVENLY = dict.fromkeys(("speeds", "busy"), (1,) * 5)
 BY_CLAIM = {
     "A25": [
         ("depends", utilisation()),
         ("holds", utilisation(**EVENLY)),
-        ("depends", utilisation(busy=(0.6, 0.6, 0.6, 0.6, 0.2))),
-        ("holds", utilisation(busy=(0.99, *[0.1] * 4))),
         ("depends", utilisation(speeds=(1, 1, UNCLEAR, 1, 1), busy=(1,) * 5)),
     ],
     "C13": [("depends", utilisation()), ("holds", utilisation(**EVENLY))],
-    "E26": [
-        ("depends", utilisation()),
-        ("holds", utilisation(speeds=(1, 1, 1, 1, 0.3))),
-        ("depends", utilisation(speeds=(1, 1, UNCLEAR, 1, 0.3))),
-        ("does not hold", utilisation(**EVENLY)),
-        ("depends", utilisation(busy=(0.9, 0.9, 0.9, 0.9, 0.81))),
-    ],
+    "E26": [("depends", utilisation()), ("does not hold", utilisation(**EVENLY))],
     "C03": [("does not hold", [])],
-    "C05": [
-        ("does not hold", timing(ARTICLE)),
-        ("depends", timing(ARTICLE, mfu=0.5)),
-        ("not tried yet", timing("cnn")),
-    ],
+    "C05": [("does not hold", timing(ARTICLE)), ("depends", timing(ARTICLE, mfu=0.5))],
     "C06": [
         ("needs 1 GPU", timing()),
         ("depends", timing(device=GPU)),
         ("does not hold", timing(copying=0.4, device=GPU)),
-        ("depends", timing(free=0.95, copying=0.4, device=GPU)),
-        ("holds", timing(free=0.99, device=GPU)),
     ],
-    "C07": [
-        ("does not hold", timing()),
-        ("holds", timing(answers=(1,) * 5)),
-        ("does not hold", timing(answers=(1,) * 5) + timing(ARTICLE)),
-    ],
+    "C07": [("does not hold", timing()), ("holds", timing(answers=(1,) * 5))],
     "C08": [("depends", timing()), ("holds", timing(answers=(1,) * 5))],
     "C09": [
         ("does not hold", timing(ranks=(1.0, 1.2))),
-        ("depends", timing(ranks=(1.0, 1.001))),
-        ("depends", timing(ranks=(1.0, 1.03))),
-        ("depends", timing()),  # 3 % are no other result; 5.05 [4.37, 5.53]
+        ("depends", timing(ranks=(1.0, 1.03))),  # 3 % are no other result
         ("not tried yet", timing(ranks=(1.0,))),
     ],
     "C10": [("holds", batch_size()), ("depends", batch_size({4: 1.0, 256: 80.0}))],
     "C15": [
         ("depends", batch_size()),
         ("holds", batch_size({32: 1.2, 256: 3.0, 512: 6.0})),
-        ("does not hold", batch_size({32: 1.0, 256: 8.0, 512: 16.0})),
         ("depends", scattered(batch_size({32: 1.2, 256: 3.0, 512: 6.0}), batch=512)),  # 1 x, but not shown
-        ("not tried yet", batch_size({32: 1.2, 256: 3.0})),
-        ("not tried yet", batch_size({4: 1.0, 512: 3.0})),
     ],
     "C22": [
         ("does not hold", timing() + batch_size() + validation()),
         ("depends", validation(one_after_the_other=1.0, scatter=0.0)),
     ],
-    "E23": [
-        ("holds", batch_size()),
-        ("depends", batch_size(ddp={4: 1.0, 32: 1.2, 256: 3.0, 2048: 40.0})),
-        ("does not hold", EFFICIENT_ALIKE),
-        ("depends", scattered(EFFICIENT_ALIKE, mode="ddp", batch=8)),
-        ("not tried yet", batch_size(ranks=1)),
-    ],
+    "E23": [("holds", batch_size()), ("depends", batch_size(ddp={4: 1.0, 32: 1.2, 256: 3.0, 2048: 40.0}))],
 }
-CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
 
 
-@pytest.mark.parametrize(("claim", "word", "records"), CASES, ids=[f"{c}-{w}" for c, w, _ in CASES])
-def test_the_records_decide(claim, word, records):
-    found = table("01", records, gpus=1 if word == "not tried yet" else 0, strict=True).verdict(claim)
-    assert found.word == word, found.because
-    assert word == "not tried yet" or len(found.because) > 20
+@pytest.mark.parametrize("claim", BY_CLAIM)
+def test_the_records_decide(claim):
+    for word, records in BY_CLAIM[claim]:
+        found = table("01", records, gpus=1 if word == "not tried yet" else 0, strict=True).verdict(claim)
+        assert found.word == word, found.because
 
 
 def test_every_claim_of_the_notebook_is_tried():
@@ -216,62 +179,9 @@ def test_every_claim_of_the_notebook_is_tried():
     assert kinds["C07"] == kinds["C08"] == "modelled", "on a CPU the loop's queue is emulated"
 
 
-def test_what_was_read_is_said():
-    def because(counter):
-        records = utilisation(counter=counter)
-        return [table("01", records, gpus=0).verdict(c).because for c in ("A25", "C13", "E26")]
-
-    assert all(
-        "read here: CPU time of the process, not the counter of a GPU" in b for b in because("CPU time of the process")
-    )
-    assert all("(read here: NVML utilization.gpu)" in b for b in because("NVML utilization.gpu"))
-
-
 def test_an_emulated_queue_is_called_one():
-    for claim in ("C06", "C22"):
-        for device, said in ((CPU, True), (GPU, False)):
-            because = table("01", timing(device=device), gpus=1).verdict(claim).because
-            assert ("emulated" in because) is said
-    assert table("01", timing(device=GPU), gpus=1).verdict("C07").kind == "measured"
-
-
-def test_the_articles_copies_wait_for_all_steps_but_the_last():
-    """0.9 of 10 steps is all but one; of the article's 100 that is 99 %."""
-    found = table("01", timing(device=GPU, copying=0.9), gpus=1)
-    assert "99.0 %" in found.verdict("C06").because
-    assert "no difference shown: synchronisation" in found.verdict("C22").because
-    assert "synchronisation" in table("01", timing(copying=0.1), gpus=0).verdict("C22").because.split(";")[0]
-
-
-def test_numbers_of_the_sentences_are_those_of_the_records():
-    records = Records([*batch_size(), *timing(ARTICLE), *timing()])
-    found = table("01", records, gpus=0)
-    assert "batch 4 has the shortest step; batch 2048 does 25.6 x" in found.verdict("C10").because
-    assert "reach 2.11 %" in found.verdict("C05").because
-    assert "article" in found.verdict("C07").because and "0.500 x" in found.verdict("C07").because
-
-
-def test_a_method_counts_only_what_was_tried():
-    because = table("01", timing(ranks=(1.0, 1.2)), gpus=0).verdict("C22").because
-    assert "of 7 parts that it lacks, these changed an answer here: a warm-up, the slowest rank;" in because
-    assert "not tried: a baseline on one rank, a spread, taking turns" in because and len(PARTS) == 7
-    assert (
-        "no difference shown: synchronisation (in its own loop, which copies each batch: see C06), repeats" in because
-    )
-    because = table("01", timing(ranks=(1.0, 1.03)), gpus=0).verdict("C22").because
-    assert "see C06), repeats, the slowest rank;" in because, "3 % are no other result"
-
-
-UNTOLD = {
-    "C15": scattered(batch_size({32: 1.2, 256: 3.0, 512: 6.0}), batch=512),
-    "A25": utilisation(speeds=(1, 1, UNCLEAR, 1, 1), busy=(1,) * 5),
-}
-
-
-@pytest.mark.parametrize("claim", sorted(UNTOLD))
-def test_samples_that_show_nothing_are_no_case_that_differs(claim):
-    because = table("01", UNTOLD[claim], gpus=1, strict=True).verdict(claim).because
-    assert "this run cannot tell" in because.lower(), because
+    for device, kind in ((CPU, "modelled"), (GPU, "measured")):
+        assert table("01", timing(device=device), gpus=1).verdict("C07").kind == kind
 
 
 def test_one_more_launch_replaces_the_one_before():
@@ -283,8 +193,8 @@ def test_one_more_launch_replaces_the_one_before():
         runs(records, "timing", "step_s")
 
 
-@pytest.mark.parametrize("compare", [ratio, gain])
-def test_samples_that_are_no_pairs_are_no_evidence(compare):
+def test_samples_that_are_no_pairs_are_no_evidence():
     a, b = (make("lab", "step_s", "s", [1.0] * n, side=n) for n in (5, 7))
-    with pytest.raises(LookupError, match="5 and 7 samples"):
-        compare(a, b)
+    for compare in (ratio, gain):
+        with pytest.raises(LookupError, match="5 and 7 samples"):
+            compare(a, b)

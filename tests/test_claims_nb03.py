@@ -58,11 +58,11 @@ def without_counter(records):
     return [r for r in records if r.metric != "bytes_per_step"]
 
 
-def cells(*speedups, wide=False, sizes=(), width=64):
+def cells(*speedups, wide=False):
     """labs.crossover with these speed-ups of DDP on 2 ranks, by batch; all-reduces of 1 kB cost next to nothing."""
     found = [make("crossover", "all_reduce_s", 1e-6 * (1 + s / 1e6), size=s) for s in (2**12, 2**20)]
     for batch, speedup in enumerate(speedups, start=1):
-        case = {"width": width, "batch": batch, "gradient_bytes": sizes[batch - 1] if sizes else 1000}
+        case = {"width": 64, "batch": batch, "gradient_bytes": 1000}
         found += [
             make("crossover", "step_s", times(0.01), mode="single", **case),
             make("crossover", "step_s", times(0.02 / speedup, wide), mode="ddp", **case),
@@ -119,76 +119,39 @@ CASES = {
     "A02": [(NOT, speed(**MLP)), (DEPENDS, speed(single=5.0, **MLP))],
     "A09": [(NOT, training()), (HOLDS, training(twice=0.0))],
     "A12": [(NOT, training()), (DEPENDS, training(steps=1))],
-    "A13": [
-        (NOT, speed(ddp=0.2, **MLP)),
-        (DEPENDS, speed(**MLP)),
-        (HOLDS, speed(ddp=0.04, **MLP)),
-        (DEPENDS, speed(ddp=0.05, wide=True, **MLP)),
-        (DEPENDS, speed(ddp=0.12, **MLP) + speed(ddp=0.055)),
-        (NOT, speed(ddp=0.12)),
-        (NOT, both(ddp=0.12)),
-        (HOLDS, both(ddp=0.04)),
-    ],
-    "A15": [(HOLDS, training()), (NOT, training(falls=(1.0, 2.0))), (DEPENDS, training(falls=(2.0, 2.0)))],
+    "A13": [(NOT, speed(ddp=0.2, **MLP)), (HOLDS, speed(ddp=0.04, **MLP))],
+    "A15": [(HOLDS, training()), (NOT, training(falls=(1.0, 2.0)))],
     "A17": [(NOT, speed(**MLP)), (DEPENDS, speed(single=5.0, **MLP))],
-    "A20": [
-        (DEPENDS, cells(0.5, 1.5)),
-        (HOLDS, cells(1.2, 1.5)),
-        (NOT, cells(0.5, 0.8)),
-        (DEPENDS, cells(1.2, 1.5, wide=True)),
-    ],
+    "A20": [(DEPENDS, cells(0.5, 1.5)), (HOLDS, cells(1.2, 1.5)), (NOT, cells(0.5, 0.8))],
     "A21": [(HOLDS, cells(0.5, 1.5)), (DEPENDS, cells(1.2, 1.5))],
-    "B03": [
-        (HOLDS, linked()),
-        (DEPENDS, linked(b_s=1e13)),
-        (DEPENDS, linked(noise=(1, 30, 0.1, 6, 0.2, 9, 0.04))),
-        (HOLDS, linked(noise=(1, 0.8, 1.3), ranks=8)),
-        (DEPENDS, cells(1.9, 1.8, wide=True)),
-        (DEPENDS, linked(noise=(*[1] * 8, 8))),
-    ],
-    "B34": [(DEPENDS, accumulation()), (HOLDS, accumulation(1.0)), (NOT, accumulation(right=2.0))],
+    "B03": [(HOLDS, linked()), (DEPENDS, linked(b_s=1e13)), (DEPENDS, linked(noise=(*[1] * 8, 8)))],
+    "B34": [(DEPENDS, accumulation()), (HOLDS, accumulation(1.0))],
     "B37": [(DEPENDS, training()), (HOLDS, training(same=0.0))],
-    "B46": [
-        (NOT, speed() + cells(0.5, 1.9)),
-        (DEPENDS, speed() + cells(1.9, wide=True)),
-        (HOLDS, speed(ddp=0.051) + cells(1.9)),
-        (NOT, speed(ddp=0.08) + cells(0.5)),
-    ],
-    "C27": [
-        (HOLDS, cells(0.5, 1.5)),
-        (NOT, cells(1.5, 0.5)),
-        (NOT, cells(1.5, 1.9)),
-        (DEPENDS, cells(1.0, 1.1, wide=True)),
-        (HOLDS, linked(ranks=8)),
-        (HOLDS, cells(0.5, 1.5) + cells(0.3, 0.4, wide=True, width=768)),
-        (DEPENDS, cells(0.3, 0.4, wide=True)),
-        (DEPENDS, cells(0.5, 1.5) + cells(0.5, 0.3, width=768)),
-    ],
+    "B46": [(NOT, speed() + cells(0.5, 1.9)), (HOLDS, speed(ddp=0.051) + cells(1.9))],
+    "C27": [(HOLDS, cells(0.5, 1.5)), (NOT, cells(1.5, 0.5))],
     "D07": [(HOLDS, parity(1e-15)), (NOT, parity(0.1))],
     "E14": [
         ("needs 2 GPUs", both()),
         (NOT, both(device="cuda")),
         (DEPENDS, both(device="cuda", dp=0.04)),
-        (DEPENDS, speed(device="cuda") + speed(device="cuda", dp=0.04, model="mlp")),
     ],
     "E15": [(HOLDS, speed()), (NOT, speed(moved=0.0)), (HOLDS, without_counter(speed(device="cuda")))],
 }
 
 
-@pytest.mark.parametrize(("claim", "i"), [(c, i) for c, cases in CASES.items() for i in range(len(cases))])
-def test_the_word_follows_the_records(claim, i):
-    word, evidence = CASES[claim][i]
-    found = table("03", Records(evidence), gpus=0, strict=True).verdict(claim)
-    assert found.word == word, found.because
-    assert found.because and len(found.because) < 330, "one or two short sentences"
+@pytest.mark.parametrize("claim", CASES)
+def test_the_word_follows_the_records(claim):
+    for word, evidence in CASES[claim]:
+        found = table("03", Records(evidence), gpus=0, strict=True).verdict(claim)
+        assert found.word == word, found.because
+
+
+def test_every_claim_that_records_decide_is_turned_round():
+    assert {c.id for c in claims("03") if judge_of(c)} == set(CASES)
 
 
 UNTOLD = {
     "A13": [*speed(ddp=0.05, wide=True, **MLP)],
-    "A20": cells(1.2, 1.5, wide=True),
-    "A21": cells(1.1, wide=True),
-    "B03": cells(1.9, 1.8, wide=True),
-    "B46": speed(ddp=0.055, wide=True) + cells(1.8, wide=True),
     "C27": cells(0.3, 0.4, wide=True),
     "E14": both(device="cuda", dp=0.055, wide=True),
 }
@@ -206,17 +169,6 @@ def test_a_torch_that_speaks_of_no_replicas_leaves_it_open(monkeypatch):
     assert found.verdict("E15").word == "not tried yet"
 
 
-def test_a_share_that_hangs_on_one_speed_up_is_not_told():
-    because = table("03", Records(linked(noise=(*[1] * 8, 8))), gpus=0, strict=True).verdict("B03").because
-    assert because.startswith("this run cannot tell: one speed-up decides")
-    assert "39% to 100% with one left out" in because
-
-
-@pytest.mark.parametrize("claim", ["A20", "A21", "B03", "C27"])
-def test_one_rank_is_compared_with_nothing(claim):
-    assert table("03", Records(linked(ranks=1)), gpus=0, strict=True).verdict(claim).word == "not tried yet"
-
-
-@pytest.mark.parametrize("claim", [c.id for c in claims("03") if judge_of(c)])
-def test_every_verdict_can_turn_round(claim):
-    assert len({word for word, _ in CASES[claim]}) >= 2
+def test_one_rank_is_compared_with_nothing():
+    found = table("03", Records(linked(ranks=1)), gpus=0, strict=True)
+    assert {found.verdict(claim).word for claim in ("A20", "A21", "B03", "C27")} == {"not tried yet"}
