@@ -41,7 +41,7 @@ RUN python3 -m venv /home/learner/venv
 COPY --chown=learner:learner pyproject.toml constraints.txt README.md LICENSE ./
 COPY --chown=learner:learner labs/__init__.py labs/__init__.py
 ARG PIP_ARGS=""
-RUN python -m pip install ${PIP_ARGS} -c constraints.txt -e .
+RUN python -m pip install ${PIP_ARGS} -c constraints.txt -e '.[course]'
 COPY --chown=learner:learner . .
 
 EXPOSE 8888

@@ -8,6 +8,7 @@ ARGS ?=
 
 PY := .venv/bin/python
 READY := .venv/.ready
+TESTS_READY := .venv/.tests-ready
 BOOK_PY := .venv-book/bin/python
 BOOK_READY := .venv-book/.ready
 
@@ -61,7 +62,7 @@ SECOND_LOOK ?=
 LOOK_AGAIN = $(if $(SECOND_LOOK),|| { [ $$? = 1 ] && echo "== What failed above once more and alone: mend it even if it passes" && \
 	$(1) --last-failed --last-failed-no-failures=none tests; })
 
-test: $(READY)
+test: $(TESTS_READY)
 	@echo "== Lint"
 	$(LINT)
 	@echo "== Quick tests of the kit, labs, exercises and repository, four at a time"
@@ -71,7 +72,7 @@ test: $(READY)
 	@echo "== Every notebook, in short, against its committed outputs, two at a time"
 	COURSE_SMOKE=1 $(OTHER_PLACE) $(NOTEBOOKS) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(READY) $(BOOK_READY)
+test-all: $(TESTS_READY) $(BOOK_READY)
 	@echo "== Lint"
 	$(LINT)
 	@echo "== Every test of the kit, labs, exercises and repository, long ones too, four at a time"
@@ -81,7 +82,7 @@ test-all: $(READY) $(BOOK_READY)
 	@echo "== Every notebook at full length against its committed outputs"
 	$(NOTEBOOKS) $(ARGS)
 
-drills: $(READY)
+drills: $(TESTS_READY)
 	@echo "== Whatever is killed, filled, corrupted, hung or interrupted: nothing is lost and nothing stays behind"
 	$(PY) -m pytest -m drill tests $(ARGS)
 
@@ -94,7 +95,7 @@ notebooks: $(READY)
 constraints: $(READY)
 	@echo "== Install the newest versions into build/newest and write them to constraints.txt"
 	@$(PY) -m venv --clear build/newest
-	@build/newest/bin/python -m pip install $(PIP_ARGS) -e .
+	@build/newest/bin/python -m pip install $(PIP_ARGS) -e '.[course,test]'
 	@grep '^#' constraints.txt > build/constraints.txt
 	@build/newest/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed -e 's/^\(torch==[^+]*\)+.*/\1/' \
 		-e '/^nvidia-ml-py==/!{/^nvidia-/d;}' -e '/^triton==/d' -e '/^cuda-/d' >> build/constraints.txt
@@ -133,8 +134,14 @@ $(READY): pyproject.toml constraints.txt
 	if [ "$$(cat $(READY) 2>/dev/null || pwd)" != "$(CURDIR)" ] || ! $(PY) -c '' 2>/dev/null; then \
 		echo "== Create .venv with $$($$found --version)"; "$$found" -m venv --clear .venv || exit 1; fi
 	@echo "== Install into .venv: a few minutes the first time"
-	@$(PY) -m pip install $(PIP_ARGS) -c constraints.txt -e .
+	@$(PY) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[course]'
+	@rm -f $(TESTS_READY)
 	@printf '%s\n' "$(CURDIR)" > $(READY)
+
+$(TESTS_READY): $(READY)
+	@echo "== Install what the tests need into .venv"
+	@$(PY) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[course,test]'
+	@touch $(TESTS_READY)
 
 # The book needs no torch, and none of its packages belong into a learner's environment: it has one of its own.
 # pip learned dependency groups in 25.1.

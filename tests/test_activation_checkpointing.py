@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from speeds import first
-from torch import nn
 
 from labs import activation_checkpointing
 from labs.activation_checkpointing import deep_models, report, sequences, variants
@@ -21,14 +20,13 @@ from labs.activation_checkpointing.splitting import (
     trace_chain,
 )
 from labs.activation_checkpointing.step import possible, steps_of
-from labs.common.activation_memory.allocator import Storages, slices, watch
+from labs.common.activation_memory.allocator import Storages, watch
 from labs.common.memory import recomputation
 from labs.common.memory.bert_memory import layer_bytes
 from labs.common.models import Workload
-from labs.common.models.large_models import BertShape, bert, tiny_resnet
+from labs.common.models.large_models import BertShape, bert
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.record import Record, Records
 
 CPU = torch.device("cpu")
 SHAPE = BertShape(layers=4, hidden=64, heads=4, vocabulary=128, places=64)
@@ -117,22 +115,6 @@ def test_prediction_is_the_allocators_peak_within_one_percent(name):
     assert passing > 0
 
 
-def test_tracing_leaves_no_hook_behind():
-    workload = bert(SHAPE, 64)
-    trace_chain(workload, *workload.make_batch(2))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in workload.module.modules())
-
-
-def test_policies_that_a_model_can_have():
-    found = possible(deep_models.thin_chain(24, 4).module)
-    assert found[:4] == ["none", "segments:1", "segments:2", "segments:3"]
-    assert "block" not in found  # it is segments:24
-    assert "stage" not in found
-    assert "stage" in possible(tiny_resnet().module) or len(recomputation.blocks(tiny_resnet().module)) == 4
-    listed = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
-    assert possible(nn.ModuleDict({"layers": listed})) == ["none", "block", "selective"]
-
-
 # -- allocator
 
 
@@ -147,11 +129,6 @@ def test_the_allocator_is_watched_and_agrees_with_storages_that_are_counted():
     assert kept == pytest.approx(x.nbytes, abs=8)
     assert live.peak >= 2 * x.nbytes
     assert max(live.changes) == live.peak
-
-
-def test_slices_keep_the_largest():
-    assert slices((0, 5, 1, 2, 9, 0), 3) == [5, 2, 9]
-    assert slices((4, 2), 4) == [4, 4, 2, 2]
 
 
 # -- variants (B13)
@@ -173,28 +150,9 @@ def test_reentrant_checkpoint_loses_gradients_silently(run):
         assert raised == (scenario not in (later, first))
 
 
-def test_leaving_the_argument_out_warns_and_goes_on(run):
-    warned = run.one("warnings", scenario="first layer, on data", variant="left out")
-    assert warned.case["categories"] == ["UserWarning"]
-    assert any("Starting in PyTorch 2.9" in text and "will raise an exception" in text for text in warned.case["texts"])
-    assert not run.one("warnings", scenario="first layer, on data", variant="use_reentrant=False").case["texts"]
-
-
 def test_without_the_random_state_gradients_are_wrong(run):
     assert run.one("gradient_error", preserve_rng_state=True).value == 0
     assert run.one("gradient_error", preserve_rng_state=False).value > 0.1
-
-
-def test_checkpoint_alone_counts_a_batch_twice(run):
-    assert [run.one("batches_counted", way=w).value for w in ("checkpoint", "recompute()")] == [2, 1]
-
-
-def test_torch_stops_where_nothing_more_is_needed(run):
-    none, block, whole = (
-        run.one("flops", part="variants", way=w).value for w in ("none", "block", "block, to the end")
-    )
-    assert whole / none == pytest.approx(1 + 1 / 3, rel=0.02)
-    assert 1.15 < block / none < 1.25  # its last Linear, a third of the block, is not computed again
 
 
 # -- sequences (B16)
@@ -256,23 +214,6 @@ def test_peak_parts_add_up(run):
         assert sum(p.value for p in parts) == r.value
     kept, peak = report.fell(run, "segments:2")
     assert kept > 10 * peak > 10
-
-
-def test_price_and_forward_share():
-    def record(metric, samples, **case):
-        return Record("lab", metric, "s", samples, case={"part": "pareto", **case})
-
-    run = Records(
-        [
-            record("step_s", (1.0, 2.0, 4.0), policy="none"),
-            record("step_s", (1.5, 3.0, 6.0), policy="block"),
-            record("forward_s", (0.4, 0.8, 1.6)),
-        ]
-    )
-    assert report.price(run)["block"].value == 1.5
-    assert report.forward_share(run).value == 0.4
-    assert [r.value for r in report.published_prices()] == [20, 30, 35]
-    assert all(r.provenance["source"] for r in report.published_prices())
 
 
 def test_two_ranks_and_a_model_of_your_own():

@@ -7,17 +7,15 @@ import torch
 from speeds import besides
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from labs import amp_memory
 from labs.common import models
 from labs.common.memory import bert_memory, saved_tensors
 from labs.common.models import Workload, large_models
-from labs.common.models.large_models import TINY_BERT, BertShape
+from labs.common.models.large_models import BertShape
 from labs.common.models.text_models import char_gpt
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.record import Record, Records
 
 SMALL = {
     "tiny_bert": large_models.tiny_bert,
@@ -54,27 +52,6 @@ def test_by_hand():
     assert lowered.by_dtype == {"bfloat16": 2 * 5 * (8 + 16)}
 
 
-def test_a_view_keeps_its_whole_storage():
-    x = torch.randn(100, 8)
-    assert saved(nn.Linear(8, 4), x[:10]).activations == x.nbytes
-
-
-def test_relu_in_place_keeps_no_more_and_no_less():
-    a, b = (
-        saved(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace)), torch.randn(2, 3, 8, 8))
-        for inplace in (False, True)
-    )
-    assert a == b
-
-
-def test_a_computed_tensor_of_a_weight_is_not_a_copy_of_it():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return functional.linear(x, 2 * self.weight)
-
-    assert saved(Doubled(8, 4), torch.randn(5, 8), "bf16").weight_copies == 0
-
-
 CASES = [*itertools.product(SMALL, ("fp32", "bf16", "fp16"))]
 
 
@@ -94,12 +71,6 @@ def test_the_trace_leaves_the_workload_and_its_data_real():
     saved_tensors.trace(workload, 2, "bf16")
     x, y = workload.make_batch(2)
     assert workload.loss(workload.module(x), y).item() > 0
-
-
-def test_a_line_holds_at_a_batch_that_was_not_traced():
-    for make in (lambda: large_models.bert(TINY_BERT, 40), large_models.tiny_resnet):
-        line = saved_tensors.trace_line(make, "fp16", "cuda")
-        assert line.activations(7) == saved_tensors.trace(make, 7, "fp16", "cuda").activations
 
 
 @pytest.mark.long
@@ -125,44 +96,6 @@ def test_emulated_rules_are_autocasts_own_where_a_cpu_has_the_same():
         # Cross-entropy is raised to FP32 on both; a CPU's list does not say so for log_softmax.
         assert cuda.weight_copies == cpu.weight_copies
         assert cuda.activations - cpu.activations in (0, 2 * 4 * 10)
-
-
-def test_no_function_of_the_models_is_missing_from_the_rules():
-    """Whatever the models call and torch has a rule for on CUDA is in one of the two lists."""
-    called = set()
-
-    class Names(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            called.add(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    for make in SMALL.values():
-        workload = make()
-        x, y = workload.make_batch(2)
-        with Names():
-            workload.loss(workload.module(x), y)
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    ruled = {name.removeprefix("aten::").partition(".")[0] for name in registered}
-    listed = saved_tensors.LOWERED | saved_tensors.RAISED
-    assert {"linear", "softmax", "layer_norm"} <= called & ruled
-    assert called & ruled - listed == set()
-    other_names = {"__matmul__"}  # of matmul
-    assert listed - ruled - other_names == set()
-
-
-def test_cuda_keeps_softmax_in_fp32_and_masks_in_bytes():
-    class Probe(nn.Module):
-        def forward(self, x):
-            return functional.dropout(functional.softmax(torch.matmul(x, x.transpose(1, 2)), -1), 0.1)
-
-    x = nn.Parameter(torch.randn(2, 8, 8))
-    sizes = {}
-    for lowered in (None, torch.float16):
-        with saved_tensors.CudaRules(lowered):
-            sizes[lowered] = saved_tensors.count(lambda: Probe()(x).sum(), [x]).by_dtype
-    assert sizes[None] == {"float32": 2 * 64 * 4, "bool": 2 * 64}
-    assert sizes[torch.float16]["float32"] == 2 * 64 * 4
-    assert sizes[torch.float16]["bool"] == 2 * 64
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -196,25 +129,6 @@ def test_in_16_bit_throughout_a_layer_is_that_of_korthikanti():
     units = {"sh": s * h, "ass": a * s * s}
     halved = sum((t.fp32 // 2 if t.fp32 > 1 else 1) * units[t.unit] for t in bert_memory.LAYER if t.unit in units)
     assert halved == s * h * 34 + 5 * a * s * s
-
-
-def test_bert_large_cannot_go_from_24_to_12_gb():
-    batch = bert_memory.largest_batch(24e9, 128)
-    fp32, lowered = (bert_memory.predict(batch, 128, p) for p in ("fp32", "bf16"))
-    assert 23.5e9 < fp32.total <= 24e9
-    assert 18e9 < lowered.total < 19e9
-    fixed = 16 * bert_memory.parameter_count(BertShape())
-    assert fp32.total - fp32.activations == fixed
-    assert fixed + fp32.activations / 2 > 12e9  # not even with every activation halved
-
-
-def test_saved_share_grows_with_the_batch_from_below_zero_to_its_limit():
-    for seq in (128, 512):
-        shares = [bert_memory.saved_share(b, seq) for b in (1, 4, 16, 64, 10**6)]
-        assert shares == sorted(shares)
-        assert shares[0] < 0 < shares[2]
-        assert shares[-1] == pytest.approx(bert_memory.largest_saved_share(seq), abs=1e-4)
-        assert shares[-1] < 0.35
 
 
 def test_the_largest_batch_is_the_last_that_fits():
@@ -264,26 +178,6 @@ def test_bad_input(values, words):
         launch("amp_memory", nproc=1, **values)
 
 
-def test_the_answer_names_both_kinds_of_attention_and_turns_with_the_device(run):
-    told = " ".join(amp_memory.answer(run))
-    assert "batch 70 of 128 tokens: 24.1 GB in FP32, 18.7 GB with autocast" in told
-    assert "fused attention, batch 70 of 128 tokens" in told and "No allocator was asked: this ran on a CPU." in told
-    case = {"model": "bert_large", "attention": "eager", "seq": 128, "batch": 70, "precision": "fp32"}
-    peak = 1.5 * amp_memory.total(run, **case)
-    gpu = Records([*run, Record("amp_memory", "peak_bytes", "B", (peak,), case={**case, "optimizer": "adam"})])
-    told = " ".join(amp_memory.answer(gpu))
-    assert (
-        "BERT-large, batch 70 of 128 tokens, FP32: the allocator's peak is +50% off" in told
-        and "No allocator" not in told
-    )
-
-
-def test_fused_attention_needs_less_and_may_save_a_larger_share():
-    eager, fused = ([bert_memory.predict(10, 512, p, s).total for p in ("fp32", "fp16")] for s in (BertShape(), SDPA))
-    assert fused[0] < eager[1]
-    assert bert_memory.largest_saved_share(512, SDPA) > bert_memory.largest_saved_share(512)
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -295,11 +189,3 @@ def test_losses_whose_bytes_are_not_known_are_refused(loss):
     x, y = torch.randn(4, 8, requires_grad=True), torch.arange(4)
     with saved_tensors.CudaRules(torch.bfloat16), pytest.raises(BadInput, match="class indices"):
         loss(x.bfloat16(), y)
-
-
-def test_log_probabilities_stay_in_16_bit_and_in_fp32():
-    """As an H200 keeps them: tests/test_on_gpus.py."""
-    x = nn.Parameter(torch.randn(4, 8))
-    with saved_tensors.CudaRules(torch.bfloat16):
-        found = saved_tensors.count(lambda: functional.cross_entropy(functional.linear(x, x), torch.arange(4)), [x])
-    assert found.by_dtype["float32"] == 4 * (4 * 4 + 1) and found.by_dtype["bfloat16"] == 2 * 4 * 4

@@ -1,6 +1,5 @@
 """Trainings paired by seed and shared out, gradients counted right, what FP16 loses predicted and then found."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -60,21 +59,6 @@ def test_a_run_has_one_sample_per_seed_of_every_format_and_factor(run):
     assert {r.case["model"] for r in run.where("gradient_exponent_count")} == {"perceptron", "char_gpt"}
 
 
-def test_every_training_is_done_once_and_fp32_always():
-    config = lab.Config(formats=("bf16",))
-    names = lab.device_formats(config, CPU)
-    todo = [t for seed in (5, 6) for t in lab.trainings(config, names, seed)]
-    assert names == ["fp32", "bf16"]
-    assert len(todo) == len(set(todo)) == 2 * 2 * 3
-    assert {t.seed for t in todo} == {5, 6}
-
-
-def test_a_cpu_has_all_formats_but_tf32():
-    assert lab.device_formats(lab.Config(), CPU) == list(FORMATS)
-    with pytest.raises(BadInput, match="this cpu does not support tf32: take formats of fp32; bf16"):
-        lab.device_formats(lab.Config(formats=("tf32",)), CPU)
-
-
 def test_a_seed_fixes_start_and_order_whatever_the_format(data, monkeypatch):
     seen = {}
 
@@ -115,12 +99,6 @@ def test_an_overflow_is_counted_as_a_skipped_step(data):
 # -- gradients
 
 
-def test_counts_by_power_of_two_are_exact():
-    g = torch.tensor([0.0, 1.0, -1.5, 2.0, 0.75, 2.0**-70, 2.0**40], dtype=torch.float64)
-    counts = dict(zip(range(sizes.LOWEST, sizes.HIGHEST + 1), sizes.exponent_counts(g), strict=True))
-    assert {e: n for e, n in counts.items() if n} == {0: 2, 1: 1, -1: 1, sizes.LOWEST: 1, sizes.HIGHEST: 1}
-
-
 @pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**16])
 def test_the_closed_form_is_what_a_cast_to_fp16_does(scale):
     draw = torch.Generator().manual_seed(0)
@@ -152,19 +130,6 @@ def test_gradients_are_those_of_all_parameters_and_of_every_layers_output():
     assert torch.allclose(2 * found["parameters"].float(), doubled)
     assert len(found["activations"]) == 5 * (4 + 4 + 2)
     assert not module[0]._forward_hooks
-
-
-def test_gradients_that_are_no_numbers_are_one_line():
-    module = nn.Linear(2, 2)
-    workload = Workload(module, lambda b: (torch.ones(b, 2), torch.ones(b, 2)), lambda o, t: (o - t).sum() * math.nan)
-    with pytest.raises(BadInput, match="gradients are not finite in FP32"):
-        list(sizes.facts(workload, workload.make_batch(2), (1.0,)))
-
-
-def test_the_perceptron_is_given_images_with_their_own_labels(data):
-    x, y = lab._perceptron_workload(data, 0).make_batch(20)
-    for image, label in zip(x, y, strict=True):
-        assert label in data[1][(data[0] == image).all(1)]
 
 
 def test_the_histogram_moves_by_the_scale_and_predicts_what_fp16_loses(run):
@@ -215,14 +180,6 @@ def test_formats_are_compared_seed_by_seed():
     assert worse.startswith("fp16, loss x 2^0: -1.0 points of accuracy [-1.2, ")
 
 
-def test_more_comparisons_make_each_interval_wider():
-    noisy = [a + 5 * n + 0.001 * i for i, (a, n) in enumerate(zip(BASE, NOISE, strict=True))]
-    one = lab.against_fp32(records(fp32=BASE, bf16=noisy))["bf16", 0]
-    others = {f"x{i}": BASE for i in range(8)}
-    nine = lab.against_fp32(records(fp32=BASE, bf16=noisy, **others))["bf16", 0]
-    assert nine.low < one.low and nine.high >= one.high
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -241,13 +198,6 @@ def test_bad_input_is_one_line_before_anything_starts(values, words):
     assert "\n" not in str(e.value)
 
 
-def test_a_slow_machine_leaves_out_factors_between_the_first_and_the_last():
-    config, epoch_s = lab.Config(), dict.fromkeys(FORMATS, 0.08)
-    kept = [lab.affordable(config, {f: k * s for f, s in epoch_s.items()}, 2) for k in (1, 3, 100)]
-    assert kept == [(0, -12, -14), (0, -14), (0, -14)]
-    assert lab.affordable(lab.Config(loss_exponents=(0,)), {"fp32": 1e9}, 2) == (0,)
-
-
 def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out():
     small = {
         "samples": 512,
@@ -264,26 +214,3 @@ def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out():
     assert {len(r.samples) for r in short.where("test_accuracy")} == {6}
     [n] = {len(r.samples) for r in long.where("test_accuracy", loss_exponent=0)}
     assert 6 <= n <= lab.MOST_SEEDS and n % 2 == 0
-
-
-def test_the_answer_tells_formats_apart_only_with_enough_seeds():
-    def made(n, lost=0.0):
-        found = []
-        for f in ("fp32", "bf16"):
-            samples = tuple(
-                0.8 + 0.001 * i - (lost if f == "bf16" else 0) + 1e-5 * (i % 3) * (f == "bf16") for i in range(n)
-            )
-            found.append(
-                Record(
-                    "amp_training",
-                    "test_accuracy",
-                    "1",
-                    samples,
-                    case={"model": "perceptron", "precision": f, "loss_exponent": 0},
-                )
-            )
-        return " ".join(lab.answer(Records(found)))
-
-    assert "Another accuracy than FP32's, seed by seed: bf16, loss x 2^0: -10.0 points" in made(8, 0.1)
-    assert "Not distinguishable" in made(8) or "+0.0" in made(8)
-    assert "can tell no formats apart" in made(2, 0.1) and "Another accuracy" not in made(2, 0.1)

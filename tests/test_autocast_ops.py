@@ -10,11 +10,9 @@ from torch import nn
 
 from labs import autocast_ops as lab
 from labs.autocast_ops import autocast_rules
-from labs.common import models
 from labs.common.memory import saved_tensors
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.record import Record, Records
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +43,6 @@ def test_calls_by_hand(run):
     assert rows[lab.CAST, "bf16"] == 1
 
 
-def test_without_autocast_nothing_is_cast_or_lowered(run):
-    for model in lab.Config().models:
-        plain = run.where("calls", model=model, precision="fp32")
-        assert {r.case["dtype_in"] for r in plain} == {"fp32"}
-        assert {r.case["treatment"] for r in plain} == {lab.FOLLOWS}
-
-
-def test_autocast_changes_formats_not_operations(run):
-    for model in lab.Config().models:
-        rows = [r for r in lab.table(run, model, "bf16") if r["treatment"] != "cast"]
-        calls = {op: sum(r["calls"] for r in rows if r["op"] == op) for op in {r["op"] for r in rows}}
-        assert calls == {r["op"]: r["fp32_calls"] for r in rows}
-
-
-def test_the_residual_stream_of_the_gpt_stays_in_fp32(run):
-    rows = [r for r in lab.table(run, "char_gpt", "bf16") if r["op"] == "add"]
-    assert {r["dtype_out"] for r in rows} == {"fp32"}
-    assert {"bf16+fp32", "fp32"} == {r["dtype_in"] for r in rows}
-
-
 def test_a_product_outside_autocast_is_not_lowered():
     x, weight = torch.ones(8, 8), torch.ones(8, 8)
     with lab.Trace() as trace:
@@ -79,32 +57,6 @@ def test_a_cast_is_followed_through_views():
     with lab.Trace() as trace, torch.autocast("cpu", torch.bfloat16):
         layer(layer(torch.ones(2, 4)))  # the second input is 16 bits already: only the weight's transpose was cast
     assert {c.treatment for c in trace.calls if c.op == "mm"} == {lab.LOWERED}
-
-
-def test_tracing_changes_no_gradient():
-    gradients = []
-    for traced in (False, True):
-        workload = models.build("mlp")
-        x, y = workload.make_batch(2)
-        with lab.Trace() if traced else torch.enable_grad():
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = workload.loss(workload.module(x), y)
-            loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in workload.module.parameters()]))
-    assert torch.equal(*gradients)
-
-
-def test_table_depends_on_the_records_alone():
-    def record(precision, calls, **case):
-        case = {"model": "m", "phase": "forward", "op": "mm", "precision": precision, **case}
-        return Record("autocast_ops", "calls", "calls", (calls,), case=case)
-
-    fp32 = record("fp32", 3, dtype_in="fp32", dtype_out="fp32", treatment=lab.FOLLOWS)
-    bf16 = record("bf16", 2, dtype_in="bf16", dtype_out="bf16", treatment=lab.LOWERED)
-    rest = record("bf16", 1, dtype_in="fp32", dtype_out="fp32", treatment=lab.FOLLOWS)
-    rows = lab.table(Records([rest, fp32, bf16]), "m", "bf16")
-    assert rows == lab.table(Records([bf16, rest, fp32]), "m", "bf16")
-    assert [(r["treatment"], r["calls"], r["fp32_calls"]) for r in rows] == [(lab.LOWERED, 2, 3), (lab.FOLLOWS, 1, 3)]
 
 
 def test_a_format_that_the_device_lacks_is_left_out(monkeypatch, capsys):
@@ -152,13 +104,6 @@ def test_the_rules_of_a_cpu_are_those_of_real_tensors_on_it():
     assert rules["matmul"] == autocast_rules.LOWERED
 
 
-def test_asking_for_rules_leaves_autocast_as_it_was():
-    with torch.autocast("cpu", torch.bfloat16):
-        autocast_rules.rules()
-        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
-
-
 def test_layer_norm_and_the_loss_have_rules_although_the_trace_saw_no_cast(run):
     seen = treatments(run, "char_gpt", "bf16")
     attention = next(op for op in seen if op.startswith("_scaled_dot_product"))
@@ -170,19 +115,6 @@ def test_layer_norm_and_the_loss_have_rules_although_the_trace_saw_no_cast(run):
     )
     assert lab.rule_of(run, attention, "cpu") == autocast_rules.LOWERED
     assert lab.rule_of(run, "something_else", "cpu") == "?"
-
-
-def test_the_answer_follows_the_records(run):
-    told = " ".join(lab.answer(run))
-    assert "mlp 5 of 7, 8 casts" in told and "5 of 17 have another rule" in told
-    same = Records(
-        [r for r in run if r.metric != "has_rule"]
-        + [
-            Record("autocast_ops", "has_rule", "1", (1.0,), case={"op": "exp", "device": d, "rule": "x"})
-            for d in ("cpu", "cuda")
-        ]
-    )
-    assert "all 1 are the same on a CPU and on CUDA" in " ".join(lab.answer(same))
 
 
 @pytest.mark.parametrize(

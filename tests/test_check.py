@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import signal
@@ -214,16 +213,6 @@ def test_a_rank_that_is_late_because_it_works_is_waited_for(monkeypatch):
         answers.on_ranks(together, 2, work_for_2_s, when="here")
 
 
-def test_ranks_that_all_wait_are_not_at_work(monkeypatch):
-    monkeypatch.setattr(answers, "WAIT_S", 1.0)
-    work = answers._Work()
-    assert not work.went_on()
-    work.seen = [True] * 90 + [False] * 7 + [True] * 3  # they started, waited, and ended
-    assert not work.went_on()
-    work.seen = [False] * 90 + [True, False] * 5
-    assert work.went_on()
-
-
 @pytest.mark.drill
 def test_a_real_interrupt_is_not_taken_for_a_timeout():
     def interrupted(values):
@@ -232,14 +221,6 @@ def test_a_real_interrupt_is_not_taken_for_a_timeout():
 
     with pytest.raises(KeyboardInterrupt):
         examine("00.9", interrupted)
-
-
-def test_an_alarm_of_the_test_runner_goes_on():
-    before = signal.getsignal(signal.SIGALRM)
-    left, _ = signal.getitimer(signal.ITIMER_REAL)
-    examine("00.9", mean)
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (left > 0)
 
 
 def test_checks_work_outside_of_the_main_thread():
@@ -274,13 +255,6 @@ def test_a_prediction_is_a_number_that_knows_what_it_is_of():
     assert repr(guess) == "your prediction: 1.5 x (speed-up)"
     again = pickle.loads(pickle.dumps(guess))
     assert again == guess and again.what == "speed-up"
-
-
-@pytest.mark.parametrize("nothing", [None, ..., TODO])
-def test_no_prediction_is_no_error(nothing):
-    guess = predict(nothing, "speed-up", "x")
-    assert math.isnan(guess) and "not made yet" in repr(guess)
-    assert guess.against(2.0) == "You made no prediction of the speed-up."
 
 
 @pytest.mark.parametrize("wrong", ["two", True, [1.0], float("inf")])

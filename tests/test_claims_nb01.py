@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from labs.kit.claims import claims, gain, last, ratio, runs, table
-from labs.kit.record import Record, Records
+from labs.kit.claims import claims, table
+from labs.kit.record import Record
 
 CPU, GPU = "cpu", "cuda"
 NOISE = (0.995, 1.0, 1.004, 0.998, 1.003, 1.0, 0.997, 1.002)
@@ -177,24 +177,3 @@ def test_every_claim_of_the_notebook_is_tried():
     kinds = {c.id: v.kind for c, v in found.rows if not c.verdict}
     assert {c for c, kind in kinds.items() if kind != "measured"} == {"C03", "C06", "C07", "C08"}
     assert kinds["C07"] == kinds["C08"] == "modelled", "on a CPU the loop's queue is emulated"
-
-
-def test_an_emulated_queue_is_called_one():
-    for device, kind in ((CPU, "modelled"), (GPU, "measured")):
-        assert table("01", timing(device=device), gpus=1).verdict("C07").kind == kind
-
-
-def test_one_more_launch_replaces_the_one_before():
-    records = Records([*batch_size({4: 1.0, 256: 80.0}, ranks=1), *batch_size()])
-    assert len(runs(records, "batch_size", "step_s")) == 2
-    assert last(records, "batch_size", "step_s", mode="ddp")[0].layout["world_size"] == 2
-    assert table("01", records, gpus=0).verdict("C10").word == "holds"
-    with pytest.raises(LookupError, match=r"no launch\('timing'\) with 'step_s'"):
-        runs(records, "timing", "step_s")
-
-
-def test_samples_that_are_no_pairs_are_no_evidence():
-    a, b = (make("lab", "step_s", "s", [1.0] * n, side=n) for n in (5, 7))
-    for compare in (ratio, gain):
-        with pytest.raises(LookupError, match="5 and 7 samples"):
-            compare(a, b)

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from labs.chapters.nb04 import claims_amp as amp
 from labs.kit.claims import claims, table
 from labs.kit.record import Record
 
@@ -194,22 +193,3 @@ def test_every_claim_of_the_notebook_is_tried_without_a_gpu():
     found = table("04", EVERYTHING, gpus=0, strict=True)
     assert not any(v.word.startswith(("needs", "not tried")) for _, v in found.rows)
     assert {c.id for c, v in found.rows if v.kind == "modelled"} == {"A30", "B07", "B10"}
-
-
-UNTOLD = {"A31": training(noisy=("bf16", "fp16")), "E16": speed(0.95, share=0.4, noisy=True, gpu=True)}
-
-
-@pytest.mark.parametrize("claim", sorted(UNTOLD))
-def test_samples_that_show_nothing_are_no_case_that_differs(claim):
-    found = table("04", UNTOLD[claim], gpus=0, strict=True).verdict(claim)
-    assert found.word == "depends" and "this run cannot tell" in found.because.lower(), found
-
-
-def test_the_last_launch_with_enough_in_it_is_the_evidence():
-    few = [make("amp_training", r.metric, r.unit, r.samples, config={"smoke": True}, **r.case) for r in training(n=2)]
-    assert table("04", training() + few, gpus=0, strict=True).verdict("A31").word == "holds"
-    later = [
-        make("mixed_precision", r.metric, r.unit, r.samples, config={"model": "cnn"}, **r.case)
-        for r in speed(2.0, models=("cnn",), side=0)
-    ]
-    assert {g.model: round(g.speed.value, 1) for g in amp.gained(speed() + later)} == {"cnn": 2.0, "mlp": 0.1}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 
 from labs.kit.claims import claims, table
-from labs.kit.launch import launch
 from labs.kit.record import Record
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
@@ -235,62 +233,3 @@ def test_every_claim_of_the_notebook_is_tried():
     found = [(c, v) for c, v in table("05", EVERYTHING, gpus=0, strict=True).rows if not c.verdict]
     assert not any(v.word == "not tried yet" for _, v in found)
     assert all(v.kind == ("modelled" if c.id in TRACED else "measured") for c, v in found)
-
-
-def test_where_nothing_could_be_told_the_reason_says_so():
-    found = table("05", again((1.3, 1.12), noisy=True), gpus=8, strict=True).verdict("B12")
-    assert found.word == "depends" and "this run cannot tell" in found.because, found
-
-
-def on_a_gpu(factor, workspace, traced=10e6):
-    """As `real` on a GPU, whose peak is `factor` of the trace and a fixed workspace, in one number."""
-    cuda = {"world_size": 1, "rank": 0, "backend": "nccl", "device": "cuda"}
-    found = [r for r in real(models=("mlp",)) if r.metric != "workspace_bytes"]
-    scale = traced / 10e6
-    peaks = {"measured_bytes": lambda r: factor * traced + workspace, "peak_bytes": lambda r: scale * r.value}
-    return [dataclasses.replace(r, layout=cuda, samples=(peaks.get(r.metric, lambda r: r.value)(r),)) for r in found]
-
-
-@pytest.mark.parametrize(
-    ("records", "word"),
-    [
-        (on_a_gpu(1.0, 64 * 2**20), "holds"),  # a small step: kernels take six times as much as its tensors
-        (on_a_gpu(1.7, 64 * 2**20, 20e9), "does not hold"),
-        (on_a_gpu(0.8, 0.0, 20e9), "does not hold"),  # the trace says more than the step took
-    ],
-)
-def test_the_workspace_of_a_gpu_is_no_error_of_the_trace(records, word):
-    assert table("05", records, gpus=8, strict=True).verdict("A27").word == word
-
-
-def test_the_last_launch_with_enough_in_it_is_the_evidence():
-    def again_with(records, **config):
-        return [make(r.lab, r.metric, r.unit, r.samples, kind=r.kind, config=config, **r.case) for r in records]
-
-    def word(claim, records):
-        return table("05", records, gpus=0, strict=True).verdict(claim).word
-
-    smoke = again_with(again((1.2, 1.2), n=2), smoke=True)
-    assert word("B12", again((1.4, 1.4)) + smoke) == "does not hold"
-    assert word("B41", remedies() + again_with(remedies(HELP, HELP), seed=1)) == "holds"
-
-
-@pytest.mark.long
-def test_the_labs_make_what_the_verdicts_ask_for():
-    records = (
-        launch(
-            "activation_checkpointing",
-            nproc=1,
-            policies=("segments:4",),
-            batch=16,
-            rounds=5,
-            sequences=(512, 1024),
-            parts=("variants", "pareto", "sequences"),
-        )
-        + launch("memory_remedies", nproc=1, rows=(8, 8), rounds=2, cuts=(1, 4), steps=3)
-        + launch("memory_oracle", nproc=1, model="mlp", memory_gb=(0.1,))
-    )
-    found = table("05", records, gpus=0, strict=True)
-    traced = {"A27", "B15", "D02", "D03"}  # of large models, which take longer to trace
-    for c, v in found.rows:
-        assert v.word != "not tried yet" or c.id in traced, f"{c.id}: {v.because}"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from labs.chapters.nb06 import claims_parallel as parallel
-from labs.common.sources import published
 from labs.kit.claims import claims, table
-from labs.kit.record import Record, Records
+from labs.kit.record import Record
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
 WIDE = (0.7, 1.3, 0.75, 1.25, 0.8, 1.2, 0.72, 1.28)
@@ -172,28 +170,8 @@ def test_every_claim_of_the_notebook_is_tried_without_a_gpu():
     assert not any(v.word.startswith(("needs", "not tried")) for _, v in found.rows)
 
 
-def test_the_last_launch_of_each_model_is_the_evidence():
-    slow = pipeline(best=1.2)
-    relaunched = [*slow, *[Record(**{**vars(r), "config": {"seed": 1}}) for r in pipeline(best=1.75)]]
-    assert parallel.split_speeds(Records(relaunched))["char_gpt"][1].speed.value == pytest.approx(1.75, rel=0.01)
-
-
 # -- what rests on constants: other constants, other words
 
 
 def word(claim, records=()):
     return table("06", records, gpus=0, strict=True).verdict(claim).word
-
-
-def test_published_speeds_outside_the_range_can_refute_it(monkeypatch):
-    slow = [*pipeline(best=1.3), *data(1.2)]
-    assert word("D06", slow) == "depends"
-    monkeypatch.setattr(parallel, "published_speeds", lambda: {"ResNet-50": 1.2})
-    assert word("D06", slow) == "does not hold" and word("D06", BOTH + data()) == "depends"
-
-
-def test_published_numbers():
-    speeds = parallel.published_speeds()
-    assert [round(speeds[m], 2) for m in ("ResNet-50", "ResNet-101")] == [1.88, 1.84]
-    for r in (*published.ddp_on_v100(), *published.resnet50_split()):
-        assert r.kind == "published" and "github.com/pytorch" in r.provenance["source"]

@@ -96,14 +96,6 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, told, capsys):
     assert err.startswith(f"python -m labs.a_lab: {told}") and err.count("\n") == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write_is_told_before_the_run(tmp_path, capsys):
-    tmp_path.chmod(0o500)
-    with pytest.raises(SystemExit):
-        parse("--out", str(tmp_path / "run.jsonl"))
-    assert f"cannot write to {tmp_path}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("values", "told"),
     [
@@ -206,22 +198,6 @@ def test_an_edit_takes_effect_at_the_next_launch(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("edited_lab", None)
         sys.modules.pop("edited_shared", None)
-
-
-def test_a_long_path_is_told_in_one_piece_however_narrow_the_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")
-    folder = tmp_path / ("a folder " + "x" * 90)
-    folder.mkdir()
-    with pytest.raises(SystemExit):
-        cli.parse(lab_module("labs_for_tests.empty"), "prog", ["--out", str(folder)])
-    assert f"prog: {folder} is a folder: name a file in it with --out" in capsys.readouterr().err
-
-
-def test_a_terminal_of_another_encoding_shows_a_question_mark():
-    code = "import labs; print('\\N{GREEK SMALL LETTER PI} \\N{LATIN SMALL LETTER A WITH DIAERESIS}')"
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
-    assert out.decode("latin-1").strip() == "? \N{LATIN SMALL LETTER A WITH DIAERESIS}"
 
 
 def test_a_reader_that_leaves_early_costs_no_word_and_no_record(tmp_path):

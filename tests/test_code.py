@@ -1,6 +1,5 @@
 """show_code and show_diff: the source that runs next, the same everywhere, and noticed by the tests once it changes."""
 
-import functools
 import importlib
 from pathlib import Path
 
@@ -78,31 +77,6 @@ def test_functions_of_the_course_have_their_path_a_link_and_no_line_number():
         assert (ROOT / folder / ".." / "labs/kit/code.py").resolve().is_file()
 
 
-@pytest.mark.parametrize(
-    ("part", "first", "last"),
-    [
-        ("Loop.step", "def step(self, x):", "    return x + 1"),
-        ("Loop.pair", "@staticmethod", "    return 1, 2"),
-        ("train", "@logged", "    return n"),
-        ("Loop", "class Loop:", "        return 1, 2"),
-    ],
-)
-def test_methods_and_decorated_functions_are_dedented_and_whole(module, part, first, last):
-    lines = code_shown(functools.reduce(getattr, part.split("."), module))["text/plain"].splitlines()
-    assert lines[1] == first and lines[-1] == last
-
-
-def test_bound_methods_wrappers_and_inner_functions_are_found(module):
-    inner = code_shown(module.make())["text/plain"]
-    assert inner.splitlines()[1:] == ["def inner(x):", "    return 2 * x"]
-    assert code_shown(module.Loop().step) == code_shown(module.Loop.step)
-    assert code_shown(functools.partial(module.make)) == code_shown(module.make)
-
-
-def test_a_fence_inside_the_code_does_not_end_the_block(module):
-    assert "\n````python\n" in code_shown(module.train)["text/markdown"]
-
-
 def test_what_is_shown_is_in_the_file_now_though_the_kernel_has_imported_another(module):
     path = Path(module.__file__)
     path.write_text("# a new line\n\n\n" + MODULE.replace("return x + 1", "return x + 2"))
@@ -110,13 +84,6 @@ def test_what_is_shown_is_in_the_file_now_though_the_kernel_has_imported_another
     path.write_text(MODULE.replace("def step", "def move"))
     with pytest.raises(BadInput, match=r"has no Loop.step any more: restart the kernel$"):
         code_shown(module.Loop.step)
-
-
-def test_a_library_is_shown_by_its_place_in_it():
-    from torch.nn import Linear
-
-    assert code_shown(Linear.forward)["text/plain"].startswith("# torch/nn/modules/linear.py\ndef forward(self")
-    assert code_shown(Linear.forward)["text/markdown"].startswith("torch/nn/modules/linear.py\n\n```python")
 
 
 def test_recipes_are_shown_by_name_with_the_language_of_their_kind(recipes):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +13,7 @@ import torch
 from processes import HERE, SURVIVAL_S, wait_for
 
 from labs import compiled_step
-from labs.compiled_step import Config, break_even, cannot_compile, graphs_after, in_steps, kernel_calls, predict
+from labs.compiled_step import Config, break_even, cannot_compile, graphs_after, in_steps, predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Record, Records
@@ -36,13 +33,6 @@ def records(eager, compiled, first=(10.0, 2.0), imported=1.0):
 def test_break_even_by_hand():
     assert predict(10.0, 0.02, 0.01) == pytest.approx(1000)
     assert predict(10.0, 0.02, 0.02) == predict(10.0, 0.02, 0.03) == math.inf
-
-
-def test_break_even_of_records():
-    found = break_even(records([0.020] * 8, [0.010] * 8))
-    assert found.value == pytest.approx((1 + 10 - 0.010) / 0.010)
-    assert break_even(records([0.020] * 8, [0.010] * 8), "full").value == pytest.approx((1 + 2 - 0.010) / 0.010)
-    assert in_steps(found) == "1,100 steps (1,100 to 1,100)"
 
 
 def test_no_shown_gain_never_pays_and_a_shown_loss_is_told_apart():
@@ -112,43 +102,6 @@ def test_breaks_and_recompiles():
     assert not broken[0][2] and "item" in broken[1][2][0]
 
 
-def test_kernel_calls_are_those_of_call_only():
-    code = '''
-cpp_fused_add_0 = async_compile.cpp_pybinding([], """int i;""")
-def call(args):
-    arg0, = args
-    buf0 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
-    extern_kernels.mm(arg0, arg0, out=buf0)
-    cpp_fused_add_0(buf0, arg0)
-    buf1 = extern_kernels.addmm(buf0)
-    # buffer buf2 (op: torch.ops.aten.convolution_backward.default) is assumed to be not aligned
-    buf2 = torch.ops.aten.convolution_backward.default(buf1, arg0)
-    torch.ops.inductor._alloc_from_pool(buf1)
-    triton_poi_fused_0.run(buf0, 4)
-    return (buf0, )
-'''
-    kept = "torch.ops.aten.convolution_backward.default"
-    assert kernel_calls(code) == [
-        "extern_kernels.mm",
-        "cpp_fused_add_0",
-        "extern_kernels.addmm",
-        kept,
-        "triton_poi_fused_0",
-    ]
-
-
-@pytest.mark.parametrize("before", [None, "/mine"])
-def test_the_cache_is_empty_for_triton_too_and_its_folder_is_forgotten(monkeypatch, before):
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
-    outside = dict(os.environ)
-    with compiled_step.empty_cache():
-        assert "TRITON_CACHE_DIR" not in os.environ, "a full one would be taken for an empty one"
-        os.environ["TRITON_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] + "/triton/0"  # as inductor does
-        assert tempfile.gettempdir() == (folder := os.path.dirname(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
-    assert dict(os.environ) == outside and not os.path.exists(folder) and tempfile.gettempdir() != folder
-
-
 KILLED = """
 import os, signal
 from labs import compiled_step
@@ -164,26 +117,6 @@ def test_a_killed_compiler_leaves_no_cache():
     folder = Path(done.stdout.strip()).parent
     assert done.returncode < 0 and folder.name.startswith("labs-"), done.stderr
     wait_for(lambda: not folder.exists(), SURVIVAL_S)
-
-
-def test_triton_without_a_c_compiler_is_one_line_that_names_the_fix(monkeypatch):
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setenv("CC", "no-such-compiler")
-    said = cannot_compile(torch.device("cuda"))
-    assert "no no-such-compiler" in said and "install" in said and "\n" not in said
-    monkeypatch.delenv("CC")
-    monkeypatch.setattr(compiled_step.shutil, "which", lambda name: "/bin/clang" if name == "clang" else None)
-    assert cannot_compile(torch.device("cuda")) == ""
-
-
-def test_gradients_that_are_all_zero_agree():
-    module = torch.nn.Linear(2, 1)
-
-    def step():
-        for p in module.parameters():
-            p.grad = torch.zeros_like(p)
-
-    assert compiled_step.gradient_error(SimpleNamespace(module=module), step, step) == 0.0
 
 
 def test_smoke_run_compiles_nothing_to_machine_code():
@@ -211,10 +144,3 @@ def test_compiled_step_is_the_eager_one_with_fewer_kernels():
 def test_bad_values(values):
     with pytest.raises(BadInput, match=next(iter(values))):
         Config(**values)
-
-
-def test_operations_of_the_module_are_counted_without_the_loss():
-    layer, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
-    layer(x).exp().sin().sum().backward()  # what there was before does not count
-    # forward: addmm; backward: mm for the weight, sum for the bias; x wants no gradient
-    assert compiled_step.module_operations(layer, x) == 3

@@ -1,6 +1,5 @@
 """The learner's copies: without outputs, made once, never overwritten, and told when the course has moved on."""
 
-import errno
 import os
 import re
 import resource
@@ -189,15 +188,6 @@ def test_a_copy_that_holds_no_work_is_renewed(course):
     assert states(course) == {A: "current", B: "current"}
 
 
-def test_renamed_or_deleted_is_started_again(course):
-    mine = course / "my" / f"{A}.ipynb"
-    kept = edit(mine, write_a_prediction)
-    mine.rename(course / "my" / "mine.ipynb")
-    assert states(course)[A] == "made" and (course / "my" / "mine.ipynb").read_bytes() == kept
-    mine.unlink()
-    assert states(course)[A] == "made"
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -222,20 +212,6 @@ def test_a_damaged_original_costs_nobody_the_others(course):
     assert "git checkout -- notebooks/02_c.ipynb" in said(course)
 
 
-def test_a_notebook_that_the_course_dropped_is_kept_and_told(course):
-    (course / "notebooks" / f"{B}.ipynb").rename(course / "notebooks" / "01_renamed.ipynb")
-    assert states(course) == {A: "current", "01_renamed": "made", B: "gone"}
-    assert f"my/{B}.ipynb stays" in said(course) and (course / "my" / f"{B}.ipynb").exists()
-
-
-def test_names_of_a_notebook(course):
-    for name in ("00", "0", A, f"{A}.ipynb", f"my/{A}.ipynb", "00_A"):
-        assert copies.choose(name, course) == A
-    for name in ("02", "", "_a", "00_"):
-        with pytest.raises(BadInput, match=rf"there is no notebook '{name}'; there are {A}, {B}"):
-            copies.choose(name, course)
-
-
 # -- what cannot work is one line, and nothing is half written
 
 
@@ -246,19 +222,6 @@ def test_two_that_start_at_the_same_time_make_each_copy_once(real):
     running = [subprocess.Popen(command, cwd=real, env=environment) for _ in range(3)]
     assert [p.wait() for p in running] == [0, 0, 0]
     assert sorted(p.name for p in (real / "my").iterdir()) == [p.name for p in NOTEBOOKS]
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path, monkeypatch, links):
-    def no_links(*_):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    if not links:  # a disk such as FAT
-        monkeypatch.setattr(os, "link", no_links)
-    target = tmp_path / "a.ipynb"
-    assert copies._place(target, "one") and target.read_text() == "one"
-    assert not copies._place(target, "two") and target.read_text() == "one"
-    assert os.listdir(tmp_path) == ["a.ipynb"]
 
 
 def test_a_disk_that_is_full_leaves_nothing_half_written(real):
@@ -281,17 +244,6 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(real):
         nbformat.validate(nbformat.read(path, as_version=4))
     assert all(f.state in ("made", "current") for f in copies.update(root=real))
     assert len(list((real / "my").iterdir())) == len(NOTEBOOKS)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_checkout_without_the_right_to_write(course):
-    shutil.rmtree(course / "my")
-    course.chmod(0o555)
-    try:
-        with pytest.raises(BadInput, match="where you may write"):
-            copies.update(root=course)
-    finally:
-        course.chmod(0o755)
 
 
 @pytest.mark.parametrize("kind", ["file", "broken link"])

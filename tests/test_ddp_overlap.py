@@ -13,7 +13,6 @@ from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
-WIDE = (0.5, 2.0, 0.6, 1.7, 0.55, 1.9, 0.65, 1.5)
 
 
 def make(metric, samples, config=None, lab="data_parallel", world=2, rank=None, device="cpu", unit="s", **case):

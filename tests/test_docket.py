@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from labs import claims as command
-from labs.chapters.nb11 import browse, vote
+from labs.chapters.nb11 import vote
 from labs.kit import docket, evidence
 from labs.kit.claims import SIGNS, Verdict, claims, deciding, table
 from labs.kit.errors import BadInput
@@ -111,24 +111,6 @@ def test_again_judges_by_new_records(monkeypatch):
     assert calls == [(c.lab, c.nproc) for c in docket.sheet("C16").calls] and calls
     assert found.verdict.word == docket.sheet("C16").verdict.word
     assert found.others[0][0] == "recorded"
-
-
-def test_filters_and_their_mistakes():
-    trial = docket.recorded()
-    found = trial.where(article="C", verdict="does not hold")
-    assert found.rows and all(c.id[0] == "C" and v.word == "does not hold" for c, v in found.rows)
-    assert {c.notebook for c, _ in trial.where(subject="precision").rows} == {"04"}
-    assert trial.where(article="c", verdict="Does not hold").rows == found.rows
-    assert {v.word for _, v in trial.where(verdict="needs 1 GPU").rows} <= {"needs 1 GPU", "needs 2 GPUs"}
-    assert "No claim fits" in repr(trial.where(article="C", subject="profiling"))
-    assert docket.by_id("a13").id == "A13"
-    with pytest.raises(BadInput, match="does not hold"):
-        trial.where(verdict="false")
-    with pytest.raises(BadInput, match="no article 'F'"):
-        trial.where(article="F")
-    for name, options in browse.choices(trial).items():
-        for option in options[1:]:
-            assert trial.where(**{name: option}).rows, (name, option)
 
 
 def test_votes_are_scored_as_by_hand():

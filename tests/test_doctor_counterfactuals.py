@@ -14,10 +14,9 @@ from doctor_patients import classifier, data, environment, forever, look_at
 from torch import nn
 
 from labs.doctor import diagnosis, kept, loader_alone, turns
-from labs.doctor.counterfactuals import MODES, Counterfactual, twice
+from labs.doctor.counterfactuals import MODES, Counterfactual
 from labs.doctor.facts import AS_IS, Facts, Line, load, not_reached
 from labs.doctor.patient import Settings
-from labs.kit.measure import fewest
 
 loss_of = nn.functional.cross_entropy
 
@@ -274,22 +273,6 @@ def test_a_save_that_is_not_made_leaves_a_file_that_can_be_renamed(quick, tmp_pa
     assert sizes == {(False, True, True), (True, not in_scratch, True)}
 
 
-def test_what_few_steps_have_is_in_no_turn(quick, monkeypatch):
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def training():
-        for number, (x, y) in enumerate(forever(data())):
-            loss_of(model(x), y).backward()
-            if number % 4 == 0:
-                print(number)
-            optimizer.step()
-
-    facts = look_at(training, [MODES["no printing"], MODES["same batch again"]], steps=8)
-    assert facts.rare == ["print"] and "25%" in facts.not_tried["no printing"]
-    assert set(facts.turns_s) == {AS_IS, "same batch again"}
-
-
 @pytest.mark.parametrize(
     ("limit", "local_ranks", "room"),
     [(None, 1, True), (None, 4, False), (5.9e9, 1, False)],
@@ -305,17 +288,6 @@ def test_room_for_copies_is_that_of_all_ranks_and_of_their_job(monkeypatch, limi
     assert kept.Kept.room(hooks, local_ranks) == room
     fits = MODES["larger batch"]._fits  # its step takes up to 2.4 GB more
     assert fits(hooks, local_ranks) == (kept.free_on_host(local_ranks) > 2.4e9)
-
-
-def test_a_batch_twice():
-    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
-    named = {"x": x, "more": [y, ("a", "b", "c")]}
-    both = twice(named, torch)
-    assert torch.equal(both["x"], torch.cat([x, x])) and torch.equal(both["more"][0], torch.cat([y, y]))
-    assert both["more"][1] == ("a", "b", "c") * 2 and len(named["x"]) == 3
-    for unknown in ([x, torch.zeros(())], [x, torch.zeros(2)], [x, None], [x, object()], "text", [x, {3, 4}]):
-        with pytest.raises(TypeError):
-            twice(unknown, torch)
 
 
 def _seen(monkeypatch, **training):
@@ -409,91 +381,7 @@ def test_anomaly_detection_of_each_step_is_off(quick):
     assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
 
 
-def test_rounds_stand_side_by_side_the_most_promising_first(quick, monkeypatch):
-    for name, promise in (("larger batch", 0.2), ("half precision", 0.1)):
-        monkeypatch.setattr(MODES[name], "promise", lambda hooks, facts, promise=promise: promise)
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def training():
-        for x, y in forever(data()):
-            loss_of(model(x), y).backward()
-            optimizer.step()
-
-    facts = look_at(training, [MODES["same batch again"], MODES["half precision"], MODES["larger batch"]])
-    taken = {name: [bool(turn) for turn in of] for name, of in facts.turns_s.items()}
-    assert taken == {
-        AS_IS: [True] * 6,
-        "same batch again": [True] * 2 + [False] * 4,
-        "larger batch": [False] * 2 + [True] * 2 + [False] * 2,
-        "half precision": [False] * 4 + [True] * 2,
-    }
-    assert facts.samples_factor["larger batch"] == 2 and not facts.trying
-
-
 # Time
-
-
-def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
-    """Simulated: facts, and seconds that all turns took. A factor is a number, or a function of its step's number."""
-    now = [0.0]
-    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks, local_ranks: True))
-    hooks = SimpleNamespace(
-        synchronised=True, synchronise=lambda: None, mark=lambda: None, loader_starts=0, device=None
-    )
-    facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
-    facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
-    now_on, steps_of = [1.0], [itertools.count()]
-
-    class Mode(Counterfactual):
-        needs_restore = False
-
-        def __init__(self, number, factor):
-            self.name, self.factor, self.risky = f"mode {number}", factor, number > 4
-            self.steps = itertools.count()
-
-        def why_not(self, hooks, facts):
-            return ""
-
-        def enter(self, hooks):
-            now_on[0], steps_of[0] = self.factor, self.steps
-
-        def leave(self, hooks):
-            now_on[0] = 1.0
-
-    modes = [Mode(number, factor) for number, factor in enumerate(factors)]
-    steps = turns._InTurn(hooks, facts, turns.Ranks(1), seconds).all(modes)
-    next(steps)
-    try:
-        while True:
-            takes_s = step_s * (now_on[0](next(steps_of[0])) if callable(now_on[0]) else now_on[0])
-            now[0] += takes_s
-            steps.send({"forward": takes_s})
-    except StopIteration:
-        return facts, now[0]
-
-
-@pytest.mark.parametrize(("step_s", "workers"), [(0.002, 0), (0.05, 8), (1.0, 0)])
-def test_turns_fit_into_their_time(monkeypatch, step_s, workers):
-    facts, took_s = _taken_s(monkeypatch, step_s, 40.0, [0.5, 0.9, 1.0, 1.0, 1.0, 2.0, 1.5, 1.0], workers)
-    assert took_s < 1.3 * 40
-    tried = set(facts.turns_s) - {AS_IS}
-    assert len(tried) == 8 if step_s < 0.1 and not workers else len(tried) >= (1 if workers else 2)
-    for name in tried:
-        assert sum(map(bool, facts.turns_s[name])) >= fewest()
-    assert all("--seconds" in why for why in facts.left_out.values()) and len(facts.left_out) == 8 - len(tried)
-
-
-def test_what_is_much_slower_is_left_out_soon(monkeypatch):
-    facts, took_s = _taken_s(monkeypatch, 0.05, 40.0, [0.5, 30.0])
-    assert set(facts.turns_s) == {AS_IS, "mode 0"} and "30 times" in facts.not_tried["mode 1"]
-    assert took_s < 50
-
-
-def test_a_neighbour_in_each_turn_leaves_nothing_out(monkeypatch):
-    facts, _ = _taken_s(monkeypatch, 0.002, 10.0, [0.5, lambda step: 300.0 if step % 8 == 0 else 0.9])
-    assert set(facts.turns_s) == {AS_IS, "mode 0", "mode 1"} and not facts.not_tried
 
 
 # What a script does not survive
@@ -585,21 +473,3 @@ def test_a_loader_alone_goes_on_after_its_end_and_leaves_no_worker(monkeypatch):
     assert loader_alone.seconds_per_batch(loader, 0, 0.01) > 0
     assert loader_alone.seconds_per_batch(loader, 2, 0.05) > 0
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("kind", ["iterable", "used up", "no wait"])
-def test_loaders_that_are_not_measured_alone(kind):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter([torch.zeros(2)])
-
-    loader = torch.utils.data.DataLoader(Sleepy(), 8)
-    if kind == "iterable":
-        loader = torch.utils.data.DataLoader(Stream(), 1)
-    if kind == "used up":
-        loader = torch.utils.data.DataLoader(Sleepy(), batch_sampler=iter([[1, 2], [3, 4]]))
-    facts = Facts("x", ["x"], step_s=[1.0], spans_s={"data": [0.001 if kind == "no wait" else 0.5]})
-    assert loader_alone.MoreWorkers().why_not(SimpleNamespace(loader=loader), facts)
-    facts.spans_s["data"] = [0.5]
-    usual = SimpleNamespace(loader=torch.utils.data.DataLoader(Sleepy(), 8))
-    assert not loader_alone.MoreWorkers().why_not(usual, facts)

@@ -6,8 +6,6 @@ import inspect
 import io
 import itertools
 import os
-import re
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -213,38 +211,6 @@ def _gan(clock):
         second.step()
 
 
-def test_a_closure_that_an_optimizer_is_given_is_the_scripts_own_code(clock, monkeypatch):
-    """As in Lightning: forward, backward, prints and waits are all within the optimizer's step."""
-    monkeypatch.setattr(builtins, "print", lambda *what: clock.sleep(0.05))
-    model = Slow(clock, 0.001, 0.002)
-    optimizer = SlowSgd(model.parameters(), clock, 0.004)
-
-    def training():
-        for x, y in forever(loader_of(clock, 0.008)):
-
-            def closure(x=x, y=y):
-                clock.sleep(0.01)
-                loss = loss_of(model(x), y)
-                clock.sleep(0.02)
-                loss.backward()
-                print(loss.item())
-                return loss
-
-            optimizer.step(closure=closure)
-
-    seconds, hooks = seconds_of_steps(training)
-    assert seconds == {
-        "data": 0.008,
-        "prepare": 0.01,
-        "forward": 0.001,
-        "rest": 0.02,
-        "backward": 0.002,
-        "optimizer": 0.004,
-        "print": 0.05,
-    }
-    assert {line.kind for line in hooks.noted_lines(1)} == {"print", "synchronise"}
-
-
 def _submodules(clock):
     model = nn.ModuleDict({"body": Slow(clock, 0.001), "heads": nn.ModuleList([nn.Linear(3, 3)])})
     optimizer = SlowSgd(model.parameters(), clock, 0.012)
@@ -312,39 +278,6 @@ def test_trainings_of_all_shapes_are_seen(clock, training, expected):
     assert hooks.loader is not None and hooks.called
 
 
-def test_evaluation_of_what_ddp_wraps_and_of_a_second_loader_before_training(clock):
-    model, other = Slow(clock, 0.001), loader_of(clock, 0.016)
-    optimizer = SlowSgd(model.parameters(), clock, 0.004)
-
-    class Wrapped(nn.Module):
-        """Looks like DDP: trained through itself, evaluated through what it wraps."""
-
-        def __init__(self):
-            super().__init__()
-            self.module, self.reducer = model, object()
-
-        def forward(self, x):
-            return self.module(x)
-
-    wrapped = Wrapped()
-
-    def evaluate():
-        with torch.no_grad():
-            for x, _ in itertools.islice(other, 2):
-                wrapped.module(x)
-
-    def training():
-        evaluate()
-        for x, y in forever(loader_of(clock, 0.008)):
-            loss_of(wrapped(x), y).backward()
-            evaluate()
-            optimizer.step()
-
-    seconds, hooks = seconds_of_steps(training)
-    assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004, "evaluation": 0.034}
-    assert hooks.loader is not other and other in hooks.evaluating
-
-
 @pytest.mark.parametrize("kind", ["generator", "functional"])
 def test_what_cannot_be_seen_is_in_the_scripts_own_time(clock, kind):
     model = Slow(clock, 0.001)
@@ -373,38 +306,6 @@ def test_what_cannot_be_seen_is_in_the_scripts_own_time(clock, kind):
         assert seconds == {"prepare": 0.008, "forward": 0.001, "optimizer": 0.004} and hooks.loader is None
     else:
         assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004}
-
-
-def test_what_an_evaluation_gives_is_not_kept():
-    """Each has another length: one output for each of them would fill a GPU."""
-    model, outputs = nn.Linear(8, 3), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def training():
-        for x, y in forever(data()):
-            loss_of(model(x), y).backward()
-            with torch.no_grad():
-                outputs.append(weakref.ref(model(torch.ones(len(outputs) + 1, 8))))
-            optimizer.step()
-
-    _, hooks = seconds_of_steps(training)
-    assert hooks.called and len(outputs) == 12 and not any(ref() is not None for ref in outputs)
-
-
-def test_a_new_optimizer_in_each_epoch_ends_the_steps_from_its_first_one_on(clock):
-    model, seen = Slow(clock, 0.001), []
-
-    def training():
-        for _ in range(4):
-            optimizer = SlowSgd(model.parameters(), clock, 0.004)
-            for x, y in loader_of(clock, 0.008):
-                loss_of(model(x), y).backward()
-                optimizer.step()
-
-    with hooked(lambda seconds: seen.append(sum(seconds.values()))) as hooks:
-        training()
-        assert len(hooks.optimizers) <= 1  # the models of old ones are not kept
-    assert len(seen) == 4 * len(loader_of(clock, 0.008)) and max(seen[1:]) == pytest.approx(0.013)
 
 
 @pytest.mark.parametrize(("context", "device"), [("spawn", None), ("fork", "cpu")])
@@ -522,13 +423,6 @@ def test_no_driver_is_asked_before_the_script_does_it(monkeypatch):
         pass
 
 
-def test_collectives_that_fsdp_calls_are_known():
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    called = set(re.findall(r"return dist\.(\w+)\(", inspect.getsource(_fsdp_collectives)))
-    assert called and called <= set(COLLECTIVES)
-
-
 def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lines():
     """A script may lie beside labs/, and its folder may be the one in which pip installs with --user."""
     root = Path(hooks_module.__file__).parents[2]
@@ -542,11 +436,6 @@ def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lin
         exec(compile(source, str(root / folder / "part.py"), "exec"), scope)
         file, _ = hooks.own_line(scope["frame"]())
         assert (file == str(root / folder / "part.py")) == mine
-
-
-def test_what_a_gradient_scaler_waits_for_is_no_line_of_the_script(clock):
-    _, hooks = seconds_of_steps(lambda: _accumulation(clock))
-    assert not [line for line in hooks.noted_lines(1) if line.kind == "synchronise"]
 
 
 class Unreadable(torch.Tensor):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import statistics
 import time
 
 import numpy as np
@@ -72,57 +70,6 @@ def test_other_ways_to_measure_pass(right):
     passes("00.3", right)
 
 
-def beside_a_neighbour(late_s, unit=1e-9, wrong=1.0, op=dist.ReduceOp.MAX):
-    """Right but for the last three; the machine is busy just where the clock runs, and the call has not begun."""
-
-    def measured_busbw_gb_s(size_bytes):
-        ranks, buffer, seconds = dist.get_world_size(), torch.zeros(size_bytes // 4), []
-        dist.all_reduce(buffer)
-        for _ in range(4):
-            dist.barrier()
-            start = time.perf_counter()
-            time.sleep(late_s)
-            dist.all_reduce(buffer)
-            seconds.append(time.perf_counter() - start)
-        slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
-        dist.all_reduce(slowest, op)
-        return wrong * size_bytes * unit / slowest.item() * 2 * (ranks - 1) / ranks
-
-    return measured_busbw_gb_s
-
-
-def test_a_busy_machine_makes_no_right_answer_wrong():
-    passes("00.3", beside_a_neighbour(0.03))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"unit": 2**-30}, "this is in GiB/s"),
-        ({"wrong": 0.5}, "the factor (n - 1) / n is that of all-gather"),
-        ({"op": dist.ReduceOp.MIN}, "this is the fastest rank's time"),
-    ],
-)
-def test_a_busy_machine_hides_no_mistake(wrong, words):
-    assert words in examine("00.3", beside_a_neighbour(0.03, **wrong)).text
-
-
-def test_an_answer_by_another_clock_is_judged_by_real_times():
-    def by_the_calendar(size_bytes):
-        buffer, seconds = torch.zeros(size_bytes // 4), []
-        dist.all_reduce(buffer)
-        for _ in range(4):
-            dist.barrier()
-            start = datetime.datetime.now()
-            dist.all_reduce(buffer)
-            seconds.append((datetime.datetime.now() - start).total_seconds())
-        slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return size_bytes / 1e9 / slowest.item() * 2 * (1 - 1 / dist.get_world_size())
-
-    passes("00.3", by_the_calendar)
-
-
 SIZE = 2**20
 CALLS = {0: [1.1, 0.1, 0.1, 0.1, 0.1, 0.1], 1: [1.1, 0.1, 0.1, 0.1, 0.1, 0.1]}
 """Seconds of each all-reduce by rank, the first one included: both ranks wait for the slower one."""
@@ -137,24 +84,6 @@ def log_of(times, pause=(0.001,) * 5):
 def stalled(rank=None, call=0, more_s=0.0):
     """The calls, with one that a neighbour made longer."""
     return {r: [t + more_s * (r == rank and k == call) for k, t in enumerate(times)] for r, times in CALLS.items()}
-
-
-def gb_s(seconds):
-    return SIZE / seconds * 1e-9  # 2 ranks: 2 (n - 1) / n = 1
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("more_s", [0.1, 0.5, 3.0])
-@pytest.mark.parametrize("call", [1, 3, 5])
-@pytest.mark.parametrize("drop", [1, 2, 3])
-def test_a_neighbours_moment_in_any_call_makes_no_right_answer_wrong(rank, more_s, call, drop):
-    """Whatever was left out as warm-up, and whether the mean or the median of the rest is answered."""
-    calls = stalled(rank, call, more_s)
-    logs = [log_of(times) for times in calls.values()]
-    assert exercise_busbw._disturbed(logs, SIZE)
-    for statistic in (statistics.fmean, statistics.median):
-        slowest = max(statistic(times[drop:]) for times in calls.values())
-        exercise_busbw._judge([gb_s(slowest * 1.02)] * 2, logs, 2, SIZE)
 
 
 def test_a_measurement_that_was_disturbed_is_made_again_and_a_wrong_answer_stays_wrong(monkeypatch):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import math
 import re
 import sys
-import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -17,29 +15,18 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs import hardware_probe
-from labs.activation_checkpointing.splitting import at_peak
 from labs.chapters.nb00 import explorer as nb00
 from labs.chapters.nb01 import explorer as nb01
 from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb03 import explorer as nb03
 from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
-from labs.chapters.nb05.bert_chain import bert_chain, optimizer_step_bytes
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
-from labs.common import oracle
-from labs.common.memory.bert_memory import parameter_count, predict
-from labs.common.memory.recomputation import segment_bounds
-from labs.common.models.large_models import BertShape, bert
-from labs.common.timing.roofline import training_step_work
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
-from labs.kit.explore import Menu, Slider
 from labs.kit.notebook_report import html_pictures
-from labs.kit.record import Record, Records
-from labs.tune_dataloader import rules
 
 EXPLORERS = {
     "roofline": nb00.roofline,
@@ -110,141 +97,6 @@ def numbers(text):
     return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
-@pytest.mark.parametrize(("card", "number_format"), [("H100 SXM", "BF16"), ("T4", "FP32")])
-@pytest.mark.parametrize("name", ["mlp", "cnn", f"layer {nb00.LAYER} x {nb00.LAYER}"])
-def test_the_roofline_says_from_which_batch_on_a_model_is_compute_bound(card, number_format, name):
-    """Compared with the counts of the very batches below and above, not with the straight line between two others."""
-    spec = hardware.spec(card)
-    ridge = spec.tflops(number_format.lower()) * 1000 / spec.bandwidth_gb_s
-    factory = nb00.models.MODELS.get(name, nb00.layer)
-    bytes_of_four = {"BF16": 2, "FP32": 4}[number_format] / 4
-    sentence = drawn("roofline", card=card, number_format=number_format, model=name)[2]
-    assert f"above {ridge:.1f} FLOP per byte" in sentence
-    if "No batch" in sentence:
-        work = training_step_work(factory(), 8192)
-        assert work.intensity / bytes_of_four < ridge
-        return
-    least = int(re.search(r"from batch ([\d,]+) on", sentence)[1].replace(",", ""))
-    at, below = (training_step_work(factory(), rows) for rows in (least, max(least - 1, 1)))
-    assert at.intensity / bytes_of_four > ridge and (least == 1 or below.intensity / bytes_of_four <= ridge)
-
-
-def test_the_counted_bytes_and_operations_are_straight_lines_over_the_batch():
-    work = hardware_probe.predict(hardware_probe.Config(batch_size=48))
-    for name in ("mlp", "cnn", "cnn_batchnorm"):
-        found = nb00.at_batch(nb00.work_line(nb00.models.MODELS[name]), 48, 4)
-        counted = work[f"{name}, 48 rows"]
-        assert found.flop == pytest.approx(counted.flop) and found.bytes == pytest.approx(counted.bytes)
-
-
-def test_a_run_of_ones_own_is_one_more_card_and_a_model_of_ones_own_one_more_model():
-    here = {"cpu": "Xeon 8481C", "cores": 8, "gpus": [], "torch": "2.13.0", "utc": "2026-11-21T10:00:00+00:00"}
-    run = Records(
-        [
-            Record("hardware_probe", "matmul_flop_s", "FLOP/s", (9e10, 1e11), case={"dtype": "fp32"}, provenance=here),
-            Record("hardware_probe", "memory_b_s", "B/s", (1e10,), provenance=here),
-        ]
-    )
-    draw, controls = opened(nb00.roofline, run, model="mlp")
-    fig, _, sentence = draw(**{key: c.default for key, c in controls.items()})
-    assert controls["model"].default == "yours" and "compute-bound above 9.5 FLOP per byte" in sentence
-    plot.to_png(fig)
-    assert "measured here on Xeon 8481C" in fig._course_caption
-    with pytest.raises(BadInput, match="there is no model 'nonsense'"):
-        nb00.roofline(model="nonsense")
-
-
-@given(model=st.sampled_from((50, 400, 3200)), one=st.sampled_from((50, 200, 800)), cores=st.sampled_from((1, 4, 16)))
-def test_the_workers_that_are_enough_are_those_of_the_tuner(model, one, cores):
-    loaders = {w: min(max(w, 1), cores) * one for w in range(nb02.MOST + 1)}
-    least = rules.cheapest_expected(model, loaders)
-    sentence = drawn("workers", model_rate=model, one_rate=one, cores=cores)[2]
-    if "No number" in sentence:
-        assert int(numbers(sentence)[-1]) == least
-    else:
-        assert sentence.endswith(f": {nb02._count(least)} {'is' if least == 1 else 'are'} needed to feed the model.")
-
-
-def test_the_speed_up_over_a_link():
-    link = next(name for name in nb03.links() if name.startswith("PCIe 4"))
-    values = {"step_ms": 20, "parameters": 30, "link": link, "latency_us": 20, "ranks": 8}
-    # 120 MB of gradients; each rank sends 2 x 7/8 of it at 32 GB/s, in 14 messages of 20 us.
-    exchange_ms = 1e3 * (2 * 7 / 8 * 120e6 / 32e9 + 14 * 20e-6)
-    _, alt, sentence = drawn("speedup", **values)
-    assert f"{8 * 20 / (20 + exchange_ms):.2g} times" in alt and f"{exchange_ms:.3g} ms for an all-reduce" in sentence
-    assert f"90% would take {9 * exchange_ms:.2g} ms" in sentence and "Limited by computing" in sentence
-    assert "Limited by communication" in drawn("speedup", **values | {"step_ms": 5})[2]
-
-
-def test_a_link_of_ones_own_gives_back_the_times_it_was_fitted_to():
-    sizes, n, latency, rate = (2**12, 2**20, 2**23), 4, 3e-5, 2e9
-    times = [nb03.all_reduce_s(size, n, latency, rate) for size in sizes]
-    run = Records(
-        Record("crossover", "all_reduce_s", "s", (t,), case={"size": s}, layout={"world_size": n})
-        for s, t in zip(sizes, times, strict=True)
-    )
-    assert nb03.own_link(run) == pytest.approx((latency, rate), rel=1e-3)
-    draw, controls = opened(nb03.speedup, run)
-    assert controls["link"].default == nb03.HERE and draw(**{k: c.default for k, c in controls.items()})
-
-
-def test_the_memory_that_mixed_precision_saves_and_the_batch_that_fits():
-    _, alt, sentence = drawn("memory_formats", batch=8, seq=512, card="RTX 4090", optimizer="SGD")
-    full, half = (predict(8, 512, p, optimizer="sgd").total / 1e9 for p in ("fp32", "fp16"))
-    assert f"{full:.1f} GB, in mixed precision {half:.1f} ({half / full - 1:+.0%})" in alt
-    fits = [int(n) for n in re.search(r"at most (\d+) sequences in FP32, (\d+) sequences", sentence).groups()]
-    for most, precision in zip(fits, ("fp32", "fp16"), strict=True):
-        at, above = (predict(n, 512, precision, optimizer="sgd").total for n in (most, most + 1))
-        assert at <= 24_564 * 2**20 < above  # all that nvidia-smi prints of a card sold as 24 GB
-
-
-@pytest.mark.parametrize(
-    ("count", "precision"),
-    [
-        (2, "bf16"),
-        *(
-            pytest.param(*of, marks=pytest.mark.long)
-            for of in ((0, "fp32"), (0, "bf16"), (2, "fp32"), (4, "fp32"), (4, "bf16"))
-        ),
-    ],
-)
-def test_the_chain_of_a_bert_is_that_of_a_traced_step_but_for_what_lives_for_a_moment(precision, count):
-    """The oracle follows every storage of a step; the formula is to be near it, and hardly above.
-
-    What it counts outside of the layers, such as 16-bit copies of the head's weights, may be gone at the peak.
-    """
-    shape, policy = BertShape(layers=4), {0: "none", 2: "segments:2", 4: "block"}[count]
-    for rows, seq in ((32, 128), (8, 512)):
-        trace = oracle.step(
-            lambda seq=seq: bert(shape, seq), rows, optimizer="adam", precision=precision, policy=policy, target="cuda"
-        )
-        fullest = dict.fromkeys(("forward", "backward", "optimizer"), 0)
-        for event, total in zip(trace.events, trace.timeline(), strict=True):
-            if event.phase in fullest:
-                fullest[event.phase] = max(fullest[event.phase], total)
-        cut = [(a, b, True) for a, b in segment_bounds(4, count)] if count else []
-        formula = at_peak(bert_chain(rows, seq, precision, shape), cut).total
-        assert 0.9 <= formula / max(fullest["forward"], fullest["backward"]) <= 1.005
-        assert optimizer_step_bytes(parameter_count(shape), "adam") == pytest.approx(fullest["optimizer"], rel=1e-3)
-
-
-@pytest.mark.parametrize(("optimizer", "per_parameter"), [("sgd", 8), ("momentum", 12), ("adam", 20)])
-def test_the_optimizers_own_step(optimizer, per_parameter):
-    trace = oracle.step("char_gpt", 2, optimizer=optimizer, target="cuda")
-    found = max(t for e, t in zip(trace.events, trace.timeline(), strict=True) if e.phase == "optimizer")
-    assert optimizer_step_bytes(159_296, optimizer) == 159_296 * per_parameter
-    assert found == pytest.approx(159_296 * per_parameter, rel=0.05)  # whole blocks of 512 bytes, and the batch
-
-
-def test_the_largest_batch_with_layers_computed_again():
-    sentence = drawn("memory_policies", seq=128, card="RTX 4090")[2]
-    fits = [int(n) for n in numbers(re.search(r"holds: (.*?)\.", sentence)[1].replace("5 segments", ""))]
-    assert len(fits) == 3 and fits == sorted(fits)
-    for most, count in zip(fits, nb05.POLICIES.values(), strict=True):
-        at, above = (sum(nb05.peak(n, 128, "fp32", "adam", count).values()) for n in (most, most + 1))
-        assert at <= 24_564 * 2**20 < above  # all that nvidia-smi prints of a card sold as 24 GB
-
-
 @pytest.mark.parametrize("schedule", nb06.NAMES)
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 8), (8, 32)])
 def test_a_pipeline_of_equal_stages_has_the_bubble_and_no_more(schedule, stages, micro_batches):
@@ -259,15 +111,6 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_and_no_more(schedule, stages,
     assert f"idle {share:.0%}" in alt and f"= {share:.0%} idle." in sentence
     speed = stages * (1 - share)
     assert (f"{speed:.2f} times as fast as one device" in sentence) == (speed > 1)
-
-
-def test_what_a_slow_link_leaves_of_the_ranks():
-    """100 MB on 8 ranks at 1.6 GB/s: 2 x 7/8 x 100 / 1.6 ms, and 14 messages of 20 us; 3/4 of 2/3 of 100 ms hides."""
-    exchange_ms = 2 * 7 / 8 * 100 / 1.6 + 14 * 0.02
-    _, alt, sentence = drawn("slow_link")
-    assert f"8 ranks work at {100 * 100 / (100 + exchange_ms - 50):.0f}%" in alt
-    assert f"takes {exchange_ms:.3g} ms, {exchange_ms - 50:.3g} ms of it exposed, beside 100 ms" in sentence
-    assert " 0 ms of it exposed" in drawn("slow_link", smaller=25)[2]
 
 
 # -- the page
@@ -285,18 +128,6 @@ class Page:
     @property
     def last(self):
         return self.shown[-1][0]
-
-
-@pytest.mark.parametrize("name", EXPLORERS)
-def test_without_a_page_the_default_figure_is_an_ordinary_output(name, monkeypatch):
-    page = Page(monkeypatch, live=False)
-    EXPLORERS[name]()
-    ((bundle, how),) = page.shown
-    assert set(bundle) == {"text/html", "text/plain"} and how == {"raw": True}
-    (picture,) = html_pictures(bundle["text/html"])
-    assert len(picture.alt) > 30 and picture.title.startswith("modelled")
-    assert bundle["text/plain"].startswith(f"[Figure: {picture.alt}]\n")
-    assert len(picture.src) < 4 / 3 * plot.MAX_PNG_BYTES + 50
 
 
 def test_without_widgets_the_default_figure_is_shown_and_what_is_missing(monkeypatch, capsys):
@@ -333,33 +164,6 @@ def test_what_cannot_be_drawn_is_said_in_place_of_the_picture(monkeypatch):
     assert page.last == {"text/plain": "T4: no sourced BF16 peak, and none is guessed. Choose another format."}
     number_format.value = "FP16"
     assert html_pictures(page.last["text/html"])
-
-
-def test_a_default_must_be_one_of_the_values():
-    with pytest.raises(BadInput, match="workers: take different values, and one of them as the default, not 3"):
-        explore.explore(lambda workers: None, workers=Slider("workers", (1, 2), 3))
-    with pytest.raises(BadInput, match="name: take different values"):
-        explore.explore(lambda name: None, name=Menu("name", ["a", "a"], "a"))
-
-
-def test_a_moved_knob_leaves_no_figure_behind_and_asks_for_no_full_collection(monkeypatch):
-    """A full collection goes through all that torch has, which takes longer than several redraws."""
-    page, figures, generations, draw = Page(monkeypatch), [], [], plot.to_png
-    monkeypatch.setattr(plot, "to_png", lambda fig: figures.append(weakref.ref(fig)) or draw(fig))
-    nb01.batch()
-    figures.clear()
-    told = lambda phase, about: generations.append(about["generation"]) if phase == "start" else None  # noqa: E731
-    gc.callbacks.append(told)
-    try:
-        knob = page.boxes[0].children[0]
-        for value in [v for v in OPENED["batch"][1]["fixed_ms"].values if v != knob.value][:3]:
-            generations.clear()
-            knob.value = value
-            assert generations[-1] == 1 and generations.count(2) == 0
-    finally:
-        gc.callbacks.remove(told)
-    assert len(figures) == 3 and [ref() for ref in figures] == [None] * 3
-    assert gc.isenabled()
 
 
 CELL = "from labs.chapters.nb01 import explorer\nexplorer.batch()"

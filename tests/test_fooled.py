@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import statistics
 import subprocess
 import time
 from types import SimpleNamespace
@@ -15,8 +14,6 @@ from again import holds_soon
 from processes import MARK, PYTHON, assert_no_survivors, new_environment
 
 from labs import fooled as lab
-from labs.chapters.nb11 import editable_compare
-from labs.fooled import learning, two_units
 from labs.fooled import neighbour as neighbour_module
 from labs.fooled.busy_as_useful import Work
 from labs.fooled.neighbour import neighbour_on
@@ -115,69 +112,10 @@ def test_a_batch_that_grows_with_the_ranks_looks_like_a_speed_up(clock):
     assert (told, so) == (pytest.approx(1.6), pytest.approx(1.0))
 
 
-def test_padding_that_is_counted_hides_what_sorting_by_length_gains(clock):
-    long, short = torch.ones(20, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
-    pad = lambda *rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # noqa: E731
-    batches = {"as they come": [pad(long, short)] * 2, "by length": [pad(short, short), pad(long, long)]}
-    told, so = two_units.padding_counts_as_tokens(lambda batch: clock.spend(batch.numel()), batches, CPU, 0)
-    assert (told, so) == (pytest.approx(1.0), pytest.approx(80 / 50)), "a token costs the same in both"
-    told, so = two_units.padding_counts_as_tokens(lambda batch: clock.spend(1.0), batches, CPU, 0)
-    assert (told, so) == (pytest.approx(50 / 80), pytest.approx(1.0)), "where a batch costs the same nothing is gained"
-
-
-def test_both_orders_hold_the_same_sentences_and_padding_is_no_target():
-    rows = two_units.sentences()
-    first = two_units.batched(rows, CPU)
-    assert len(rows) == two_units.SENTENCES and rows[0].numel() == 3, "Call me Ishmael."
-    words = lambda batches: sum(int((b != two_units.PADDING).sum()) for b in batches)  # noqa: E731
-    by_length = two_units.batched(sorted(rows, key=len), CPU)
-    assert words(first) == words(by_length) == sum(map(len, rows)), "no word has the padding's number"
-    assert sum(b.numel() for b in by_length) < 0.7 * sum(b.numel() for b in first)
-    losses = []
-    entropy = torch.nn.functional.cross_entropy
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            torch.nn.functional, "cross_entropy", lambda *a, **k: (losses.append(entropy(*a, **k)), losses[-1])[1]
-        )
-        for wider in (0, 7):
-            row = torch.nn.functional.pad(rows[1][None], (0, wider))
-            two_units.next_word_training(CPU, 0)(row)
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
-
-
 def test_samples_per_second_are_not_the_time_to_a_loss():
     done = {(32, 0.1): (1000, 1.0), (1024, 0.8): (16000, 2.0)}
     told, so = lab.samples_told_as_learning(lambda *how: done[how], {32: 0.1, 1024: 0.8})
     assert (told, so) == (8.0, 0.5)
-
-
-@pytest.mark.parametrize("best", learning.RATES)
-def test_the_learning_rate_that_needs_the_fewest_samples_is_found_wherever_it_is(best):
-    asked = []
-
-    def samples(rate, most):
-        asked.append(rate)
-        return min(most, round(1000 * max(rate / best, best / rate)))
-
-    assert learning.best_rate(samples) == best and len(set(asked)) == len(asked)
-
-
-def test_a_training_counts_its_samples_until_its_loss_and_no_judging(monkeypatch):
-    data = lab.vectors(2000, CPU)
-    judged, steps = [], []
-    entropy, time_steps = torch.nn.functional.cross_entropy, measure.time_steps
-
-    def spy(output, target):
-        judged.extend([None] * (not torch.is_grad_enabled()))
-        return entropy(output, target)
-
-    monkeypatch.setattr(learning.nn.functional, "cross_entropy", spy)
-    monkeypatch.setattr(
-        measure, "time_steps", lambda step, n, device: (steps.append(n), time_steps(step, n, device), [0.5] * n)[-1]
-    )
-    samples, seconds = lab.train_to_loss(128, 0.1, 0, data, 1.8)
-    assert samples == 128 * sum(steps) and seconds == 0.5 * sum(steps) and len(judged) == len(steps)
-    assert lab.train_to_loss(128, 0.1, 0, data, 0.0, 1500)[0] == 1536, "a loss that nobody reaches ends, too"
 
 
 def test_a_device_that_is_busy_all_the_time_may_do_a_tenth_of_what_it_could(clock):
@@ -186,14 +124,6 @@ def test_a_device_that_is_busy_all_the_time_may_do_a_tenth_of_what_it_could(cloc
     assert lab.busy_told_as_useful(training, product, busy, 8.0, CPU) == (1.0, 0.1)
     half = SimpleNamespace(busy_s=lambda: clock.now / 2, memory_s=0.0)
     assert lab.busy_told_as_useful(training, product, half, 8.0, CPU) == (0.5, 0.1)
-
-
-def test_a_counter_that_looks_back_is_not_asked_about_the_product_before(clock):
-    """What NVML says of the last two seconds: all busy with the product, then nothing."""
-    start = clock.now + 0.5
-    late = SimpleNamespace(busy_s=lambda: min(clock.now, start + 2.0), memory_s=2.0)
-    told, _ = lab.busy_told_as_useful(Work(clock.costs(1.0), 1.0), Work(clock.costs(0.5), 1.0), late, 8.0, CPU)
-    assert told == 0.0
 
 
 def test_the_clock_of_a_rank_with_little_work_is_not_the_job_s(clock):
@@ -228,17 +158,6 @@ def test_a_way_fools_only_if_this_run_shows_it():
     assert not found["cold_start"].fools
     few = lab.rows(Records(made("blocked", SURE[:2], EVEN[:2])))[0]
     assert not few.fools, "two samples hold no interval"
-
-
-def test_an_answer_is_held_against_the_truth_where_it_is_known_and_against_the_honest_one_elsewhere():
-    known, other = lab.rows(Records([*made("blocked", SURE, SURE), *made("early_clock", SURE, SURE)]))[::-1]
-    assert known.fooled.value == pytest.approx(2.0) and known.honest.value == pytest.approx(2.0)
-    assert other.fooled.value == pytest.approx(1.0) and other.honest.value == pytest.approx(1.0)
-
-
-def test_a_factor_counts_in_either_direction():
-    [found] = lab.rows(Records(made("early_clock", [0.01] * 6, EVEN)))
-    assert found.gap.value == pytest.approx(0.01, rel=0.03) and found.factor == pytest.approx(100, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -303,61 +222,3 @@ def test_every_way_runs_and_nothing_is_left(ranks):
     assert {r.case["way"] for r in run if r.kind == "modelled" and r.metric == "fooled"} == {"early_clock"}
     assert not any(r.fools for r in lab.rows(run) if r.gap.n < measure.fewest())
     assert not neighbours()
-
-
-CELL = """
-def compare(a, b, seconds_of, rounds=20):
-    seconds = {a: [], b: []}
-    for program in [a, b, b, a] * (rounds // 2):
-        seconds[program].append(seconds_of(program))
-    ratios = [of_b / of_a for of_a, of_b in zip(seconds[a], seconds[b])]
-    return statistics.median(ratios)
-"""
-ONE_AFTER_THE_OTHER = "[a, b, b, a] * (rounds // 2)", "[a] * rounds + [b] * rounds"
-BEST_AGAINST_MEDIAN = "statistics.median(ratios)", "min(seconds[b]) / statistics.median(seconds[a])"
-A_SINGLE_PAIR = "rounds=20", "rounds=2"
-
-
-def comparison(*edit):
-    """The function of the editable cell, after an edit."""
-    names = {"statistics": statistics}
-    exec(CELL.replace(*edit) if edit else CELL, names)
-    return names["compare"]
-
-
-@pytest.mark.parametrize(
-    ("edit", "wrong"),
-    [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6]), (A_SINGLE_PAIR, [6, 6])],
-)
-def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, monkeypatch, edit, wrong):
-    there = []
-
-    @contextlib.contextmanager
-    def neighbour(device):
-        there.append(device)
-        yield
-        there.pop()
-
-    monkeypatch.setattr(editable_compare, "neighbour_on", neighbour)
-    step = lambda: clock.spend(2.0 if there else 1.0)  # noqa: E731
-    monkeypatch.setattr(
-        editable_compare, "probing", SimpleNamespace(matmul_step=lambda *_: step, inner_calls=lambda *_: 12)
-    )
-    said = editable_compare._said(comparison(*edit))
-    assert [found for _, _, found in editable_compare.judged(said)] == wrong and not there
-    assert [truth for truth, _, _ in editable_compare.judged(said)] == [1.0, 1.2]
-
-
-@pytest.mark.parametrize(("timings", "alone"), [(2, 1), (4, 1), (6, 3), (40, 19)])
-def test_the_neighbour_comes_within_a_pair_about_the_middle(timings, alone):
-    compare = lambda a, b, seconds_of: sum(seconds_of(a) for _ in range(timings))  # noqa: E731
-    assert editable_compare.moving_in(compare) == alone
-
-
-def test_a_comparison_that_never_ends_is_told():
-    def compare(a, b, seconds_of):
-        while True:
-            seconds_of(a)
-
-    with pytest.raises(RuntimeError, match="does its loop end"):
-        editable_compare.moving_in(compare)

@@ -9,16 +9,13 @@ import torch.distributed as dist
 from again import holds_soon
 
 from labs import last_to_arrive as lab
-from labs.chapters.nb09 import editable_late, figures_timeline
 from labs.common.profiling import late_training
 from labs.common.timing import moments
-from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Record, Records
 
-GUESS = predict(60.0, "own timer of the late rank", unit="ms")
 LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
 PROVENANCE = {"cpu": "a processor", "utc": "2026-11-23T00:00:00+00:00"}
 
@@ -112,10 +109,6 @@ def test_a_planted_straggler_is_convicted_on_real_ranks(ranks, seed):
     assert len(list(lab.answer(first))) == 6
 
 
-def test_one_rank_waits_for_nobody():
-    assert "waits for nobody" in next(iter(lab.answer(launch("last_to_arrive", 1, device="cpu", smoke=True))))
-
-
 def averaged(_):
     """On a rank: gradients with DDP's own exchange and with the hook that notes, and how many notes there are."""
     found, waits = [], []
@@ -137,28 +130,6 @@ def test_noting_changes_no_gradient():
         torch.testing.assert_close(noting, ranks[0][0][1])
 
 
-def late_in_data(rank, step, place):
-    """An answer of a learner."""
-    return 20 if (rank, place) == (1, "data") else None
-
-
-def its_own_timer_shows_it(found):
-    """Late in data, the late rank's own timer of data shows it."""
-    data = [statistics.median(t["data"] for t in of["timers"]) for of in found]
-    return data[1] - data[0] > 0.01
-
-
-def test_the_editable_round(capsys):
-    def again():
-        return run_on_ranks(editable_late.train, 2, late_in_data)
-
-    first = again()
-    assert holds_soon(its_own_timer_shows_it, first, again)
-    editable_late.tell(first)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and "most often last to arrive: rank" in lines[-1]
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -175,81 +146,6 @@ def test_bad_values_name_their_option(values, said):
         if "rare_share" not in values or name == "last_to_arrive":
             with pytest.raises(BadInput, match=said):
                 make_config(lab_module(name), values)
-
-
-@pytest.mark.parametrize("name", ["last_to_arrive", "rank_timeline"])
-def test_a_rank_that_there_is_not_is_told_before_any_starts(name):
-    with pytest.raises(BadInput, match="late_rank 2 needs more ranks"):
-        launch(name, 2, late_rank=2)
-
-
-def shown(monkeypatch, draw, *args):
-    """(alternative text, sentences) of a figure."""
-    alts, said = [], []
-    monkeypatch.setattr(figures_timeline, "show", lambda fig, alt: alts.append(alt))
-    monkeypatch.setattr(figures_timeline, "say", said.append)
-    draw(*args)
-    return alts[0], "\n".join(said)
-
-
-def test_the_figure_of_timers_and_arrivals(monkeypatch):
-    alt, said = shown(monkeypatch, figures_timeline.timers_and_arrivals, made(), GUESS)
-    assert alt.startswith("Own timers differ by 0.") and "arrivals name rank 1, 30 ms after" in alt
-    assert "You predicted 60 ms" in said
-    alt, _ = shown(monkeypatch, figures_timeline.timers_and_arrivals, made(late_ms=0.0, n=10), predict(None, "x"))
-    assert "cannot be told" in alt
-    assert figures_timeline.phases(made()).loc[1, "data"].startswith("3.")
-
-
-def timeline_records(late_ms):
-    """Two ranks, three steps of 50 ms; rank 1 comes `late_ms` after rank 0."""
-    rows = []
-
-    def add(metric, samples, kind="measured", **case):
-        rows.append(Record("rank_timeline", metric, "s", tuple(samples), kind, case, {}, LAYOUT, PROVENANCE))
-
-    add("planted_s", [1e-3 * late_ms], "modelled", of_rank=1, place="backward")
-    for r in (0, 1):
-        add("clock_offset_s", [0.0], of_rank=r, how="one machine", collectives=3, in_words=f"rank {r}")
-        starts = [0.05 * k for k in range(3)]
-        add("steps_s", [t for s in starts for t in (s, s + 0.05)], of_rank=r)
-        came = 0.02 + 1e-3 * late_ms * r
-        for lane, a, b in (
-            ("data", 0, 0.002),
-            ("forward", 0.002, 0.01),
-            ("backward", 0.01, 0.049),
-            ("all-reduce", came, 0.048),
-            ("wait", came, 0.048),
-            ("optimizer", 0.049, 0.05),
-        ):
-            add("spans_s", [t for s in starts for t in (s + a, s + b)], of_rank=r, lane=lane)
-        add("late_s", [1e-3 * late_ms * r] * 3, of_rank=r)
-    return Records(rows)
-
-
-def test_the_figure_of_the_timeline_draws_the_lateness(monkeypatch):
-    run = timeline_records(20.0)
-    drawn = figures_timeline.one_step(run)
-    assert drawn[1]["wait"][0][0] - drawn[0]["wait"][0][0] == pytest.approx(0.020)
-    assert [len(spans) for spans in drawn[0].values()] == [1] * 6
-    alt, said = shown(monkeypatch, figures_timeline.timeline, run)
-    assert alt.startswith("The others wait for rank 1: it comes 20 ms after the first")
-    assert "20 ms were planted in backward of rank 1" in said
-
-
-def test_the_figures_are_drawn():
-    from labs.kit.plot import to_png
-
-    for run, draw in (
-        (timeline_records(20.0), figures_timeline.timeline),
-        (made(), figures_timeline.timers_and_arrivals),
-    ):
-        pictures = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(figures_timeline, "show", lambda fig, alt, into=pictures: into.append(to_png(fig)))
-            patch.setattr(figures_timeline, "say", lambda text: None)
-            draw(run, *([GUESS] if draw is figures_timeline.timers_and_arrivals else []))
-        assert 1000 < len(pictures[0]) < 60_000
 
 
 class FakeEvent:

@@ -18,8 +18,6 @@ from labs.common.traps import shm as trap_shm
 from labs.common.traps.datasets import Fails, Items, no_worker_left, workers_now
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.loader_traps import seeds as trap_random
-from labs.loader_traps import speed as trap_speed
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forked workers and /dev/shm")
 
@@ -36,18 +34,6 @@ def all_workers_end():
 
 
 # -- closed forms
-
-
-def test_predict_by_hand():
-    found = [loader_traps.predict(s, w, 0.01, 2) for s in ("sleep", "compute") for w in (0, 1, 2, 8)]
-    assert found == pytest.approx([100, 100, 200, 800, 100, 100, 200, 200])
-
-
-def test_other_closed_forms():
-    assert trap_random.expected_share(4) == 0.75 and trap_random.expected_share(1) == 0
-    assert trap_random.duplicate_share([1, 2, 1, 1]) == 0.5 and trap_random.repeated_share([1, 2], [1, 3]) == 0.5
-    assert trap_speed.copied_bytes(10, 85) == 960 and trap_speed.copied_bytes(10, 0) == 0
-    assert trap_shm.in_flight_bytes(2, 3, 10) == 80 and trap_shm.in_flight_bytes(0, 2, 10) == 0
 
 
 # -- the traps, as the lab records them
@@ -147,37 +133,10 @@ def test_a_worker_that_exits_or_hangs(how, words):
     assert words in found["words"] and "was reading item 5" in found["words"] and found["left"] == 0
 
 
-def test_named_items_is_the_same_dataset():
-    named = NamedItems([0, 1, 2, 3])
-    assert len(named) == 4 and [named[i] for i in range(4)] == list(named) == [0, 1, 2, 3]
-    with named.named():
-        assert [int(x) for batch in DataLoader(named, num_workers=2) for x in batch] == [0, 1, 2, 3]
-    assert named.being_read() == {}
-
-
 def test_errors_name_the_item_without_workers_and_by_any_name():
     dataset = NamedItems(Fails(8, "raises", 5, 0.0), name=lambda i: f"row {i} of train.csv")
     with pytest.raises(ItemFailed, match=r"item 5 \(row 5 of train.csv\): ValueError: label 12"), dataset.named():
         list(DataLoader(dataset))
-
-
-def test_other_errors_pass_through():
-    dataset, before = NamedItems(trap_datasets.Source(4, 0.0)), workers_now()
-    with pytest.raises(ConnectionError, match="of the trainer"), dataset.named():
-        for _ in DataLoader(dataset, num_workers=1):
-            raise ConnectionError("of the trainer")
-    assert workers_now() == before
-    with pytest.raises(RuntimeError, match="out of memory"), dataset.named():
-        raise RuntimeError("CUDA out of memory")
-
-
-def test_which_errors_are_the_loaders():
-    cause = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
-    assert loader_error(error) == str(error)
-    error.__cause__ = cause
-    assert loader_error(error) == str(cause)
-    assert loader_error(ValueError("x")) == loader_error(EOFError()) == ""
 
 
 def broken_connection(why):

@@ -3,13 +3,13 @@
 import subprocess
 import sys
 import time
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 
 import psutil
 import pytest
 import torch
 from again import holds_soon
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from labs.common.loading import feed as loading
 from labs.common.loading.feed import (
@@ -22,7 +22,6 @@ from labs.common.loading.feed import (
     expected_on_cores,
     on_device,
     ready,
-    rows,
     running,
 )
 
@@ -65,20 +64,6 @@ def test_every_part_of_a_run_holds_whole_waves(workers):
     assert len(feed.samples_per_s(2)) == 2 and feed.parts(1) == [pytest.approx((share, rate))]
 
 
-def test_parts_of_single_steps_would_be_wrong():
-    """What goes wrong when waves are cut: of 4 workers' batches three are there at once."""
-    wrong = Feed(waves(4, 10).wait_s, waves(4, 10).work_s, 8)
-    assert sorted(wrong.samples_per_s(40))[20] > 20 * waves(4, 10).samples_per_s()[0]
-
-
-def test_a_feed_that_was_cut_short():
-    assert Feed((), (), 8, 4).parts() == [] and Feed((), (), 8).samples_per_s() == ()
-    assert len(Feed((0.1,) * 3, (0.1,) * 3, 8, 4).parts()) == 1
-    assert len(Feed((0.1,) * 11, (0.1,) * 11, 8, 4).parts()) == 2, "the last three batches are no wave"
-    for n in range(1, 40):
-        assert len(Feed((0.1,) * n, (0.1,) * n, 8).parts()) <= 5
-
-
 # -- drive
 
 
@@ -86,10 +71,6 @@ def test_waiting_and_working_are_told_apart_and_the_first_batches_are_left_out(c
     feed = drive(batches(clock, [9, 9, 1, 2, 3, 4]), lambda b: clock(0.5), 3, CPU, skip=2)
     assert feed == Feed((1, 2, 3), (0.5, 0.5, 0.5), 4)
     assert feed.samples_per_s() == pytest.approx([4 / 1.5, 4 / 2.5, 4 / 3.5])
-
-
-def test_the_loader_alone_has_no_work(clock):
-    assert drive(batches(clock, [1] * 4), None, 3, CPU) == Feed((1, 1, 1), (0, 0, 0), 4)
 
 
 def test_whole_waves_and_at_least_so_many_seconds_are_timed(clock):
@@ -115,12 +96,6 @@ def test_no_batch_is_asked_for_after_the_deadline(clock, after, timed):
     assert len(feed.wait_s) == timed and all(t < start + after for t in asked)
 
 
-def test_a_loader_that_ends_says_what_was_needed(clock):
-    with pytest.raises(ValueError, match="the loader ended after 5 batches, and more are needed: take a smaller batch"):
-        drive(batches(clock, [1] * 5), None, 6, CPU, skip=2)
-    assert drive([None] * 3, lambda b: None, 2, CPU, size=7).batch == 7, "any object is a batch when its size is known"
-
-
 @pytest.mark.parametrize(("every_step", "syncs"), [(True, 2 + 1 + 3), (False, 1 + 1)])
 def test_the_device_is_synchronised_after_every_step_or_at_the_ends(clock, monkeypatch, every_step, syncs):
     seen = []
@@ -139,26 +114,6 @@ def test_alone_gives_the_same_batch_for_ever():
 
 
 Pair = namedtuple("Pair", "x y")
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.zeros(3, 2),
-        [torch.zeros(3), 1],
-        (["a"], {"name": "b", "x": torch.zeros(3)}),
-        Pair("a", torch.zeros(3, 1)),
-        OrderedDict(scale=torch.tensor(2.0), x=torch.zeros(3)),
-    ],
-)
-def test_rows_of_a_batch_are_those_of_its_first_tensor(batch):
-    assert rows(batch) == 3
-
-
-@pytest.mark.parametrize("batch", [None, "text", [], [1, 2], {"a": ["b"]}, torch.tensor(1.0)])
-def test_a_batch_without_rows(batch):
-    with pytest.raises(TypeError, match="must hold a tensor"):
-        rows(batch)
 
 
 def test_every_tensor_of_a_batch_is_moved_and_nothing_else_is_touched():
@@ -185,26 +140,6 @@ def test_an_endless_order_has_every_index_once_per_epoch():
     assert [next(again) for _ in range(5000)] == first != list(range(5000))
 
 
-def test_an_endless_loader_goes_on_and_takes_whole_batches():
-    data = TensorDataset(torch.arange(10))
-    loader = iter(endless(data, 0, 4))
-    drawn = [next(loader)[0] for _ in range(10)]
-    assert all(len(b) == 4 for b in drawn) and torch.cat(drawn)[:40].bincount().tolist() == [4] * 10
-
-
-def test_an_order_can_go_on_from_one_loader_to_the_next():
-    data, order = TensorDataset(torch.arange(100)), iter(range(100))
-    assert [next(iter(endless(data, 0, 4, order)))[0].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert next(iter(endless(data, 0, 4)))[0].equal(next(iter(endless(data, 0, 4)))[0])
-
-
-def test_options_that_need_workers_are_dropped_without_any():
-    options = {"prefetch_factor": 4, "persistent_workers": True, "multiprocessing_context": "fork", "timeout": 5}
-    data = TensorDataset(torch.arange(10))
-    assert len(next(iter(endless(data, 0, 4, **options)))[0]) == 4
-    assert endless(data, 2, 4, **options).prefetch_factor == 4
-
-
 @pytest.mark.filterwarnings("error")
 def test_workers_are_gone_when_the_block_ends_also_by_an_error():
     data, before = TensorDataset(torch.arange(64)), set(psutil.Process().children())
@@ -217,15 +152,6 @@ def test_workers_are_gone_when_the_block_ends_also_by_an_error():
     assert set(psutil.Process().children()) <= before
     with running([1, 2]) as source:
         assert list(source) == [1, 2]
-
-
-def test_a_learners_own_warnings_come_as_before():
-    with running(endless(TensorDataset(torch.arange(64)), 0, 4)), pytest.warns(UserWarning, match="will create 99"):
-        DataLoader(TensorDataset(torch.arange(64)), num_workers=99)
-
-
-def test_what_is_ready_before_the_first_batch_is_taken():
-    assert (ready(0), ready(2), ready(4, 8)) == (1, 5, 33)
 
 
 # -- what both together should reach

@@ -51,13 +51,6 @@ def test_what_is_planted_is_found_and_nothing_else():
     assert found[0.0] <= 4 and found[0.05] >= 36 and found[0.1] == 40
 
 
-def test_a_comparison_is_b_against_a_in_windows_of_pairs():
-    a = [1.0] * 25
-    ratios = lab.comparisons(a, [1.1] * 10 + [1.3] * 15, 10)
-    assert [(round(r.value, 9), r.n) for r in ratios] == [(1.1, 10), (1.3, 10)]
-    assert lab.comparisons(a, a, 30) == []
-
-
 def test_power_grows_with_pairs_and_with_the_difference():
     rows = lab.power(planted(), (5, 10, 20, 40))
     share = {(r["arm"], r["pairs"]): r["share"] for r in rows}
@@ -85,29 +78,6 @@ def test_an_interval_of_the_wrong_sign_has_found_no_slowdown():
     assert {r["arm"]: r["share"].value for r in lab.power(records, (20,))} == {"A again": 1.0, "+10 %": 0.0}
 
 
-def test_the_figure_and_the_count_beside_it_agree_to_the_last_comparison():
-    a, b = samples(400, 1001), samples(400, 2001)  # of which one interval ends near 1: fewer resamples see it elsewhere
-    shown = {n: sum(map(differs, lab.comparisons(a, b, 20, n))) for n in (999, 9999)}
-    assert shown[999] != shown[9999]
-    records = [
-        Record("measure_validation", "step_s", "s", x, case={"part": "planted", "arm": arm, "slower": 0})
-        for arm, x in (("A", a), ("A again", b))
-    ]
-    case = {"arm": "A again", "repetitions": 20, "pairs": 20}
-    count = Record("measure_validation", "intervals_with_1", "repetitions", [20 - shown[9999]], case=case)
-    [row] = lab.power(Records([*records, count]), (20,))
-    assert row["share"].value * 20 == pytest.approx(shown[9999])
-
-
-def test_power_leaves_out_what_does_not_fit_and_says_what_is_missing():
-    rows = lab.power(planted(30), (10, 40))
-    assert {r["pairs"] for r in rows} == {10} and rows[0]["share"].n == 3
-    with pytest.raises(LookupError, match="planted"):
-        lab.power(Records(planted(30).where(slower=0.1)))
-    with pytest.raises(ValueError, match="at least 2 pairs"):
-        lab.power(planted(30), (1, 10))
-
-
 def test_predicted_pairs_find_the_slowdown_as_often_as_promised():
     assert lab.predict(0.1, 0.1) == 17  # pi / 2 (1.960 + 1.282)^2 = 16.5
     assert lab.predict(0.03, 0.05) < lab.predict(0.06, 0.05) < lab.predict(0.06, 0.02)
@@ -130,13 +100,6 @@ def test_a_neighbour_moves_in_when_asked_and_always_ends():
         assert len(neighbours()) == 1
         raise KeyError
     assert not neighbours()
-
-
-def test_work_is_so_many_equal_products(monkeypatch):
-    work, shapes = lab.work_of(2e-5, CPU), []
-    monkeypatch.setattr(torch, "mm", lambda x, y, out: shapes.append((x.shape, y.shape, out.shape)))
-    work(102)
-    assert len(shapes) == 102 and len(set(shapes)) == 1
 
 
 def test_the_neighbour_fools_whoever_measures_one_after_the_other(monkeypatch):

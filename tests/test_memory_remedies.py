@@ -62,19 +62,6 @@ def test_gradients_are_equal_in_float64():
 # -- remedies
 
 
-@pytest.mark.long
-def test_which_part_fills_the_memory_decides(run):
-    """A remedy that halves one model's peak does nothing for the other's."""
-    peak = {(r.case["model"], r.case["remedy"]): r.value for r in run.where("predicted_bytes", part="remedies")}
-    saved = {key: 1 - value / peak[key[0], "none"] for key, value in peak.items()}
-    full_of = {r.case["model"]: r.case["full_of"] for r in run.where("predicted_bytes", part="remedies")}
-    assert full_of == {"char_gpt": "activations", "mlp": "states"}
-    for remedy in (ways_out.HALF, "4 micro-batches"):
-        assert saved["char_gpt", remedy] > 0.3 and abs(saved["mlp", remedy]) < 0.01, remedy
-    for remedy in ("SGD with momentum", ways_out.LEAN):
-        assert saved["char_gpt", remedy] < 0.05 and saved["mlp", remedy] > 0.2, remedy
-
-
 @pytest.mark.parametrize("remedy", first(1, sorted(set(ways_out.REMEDIES) - set(ways_out.SMOKE))))
 def test_the_other_remedies_are_for_activations(remedy):
     def peak(model, rows, chosen):
@@ -126,17 +113,6 @@ def test_the_oracle_says_what_the_allocator_says(run):
         assert run.one("predicted_bytes", **case).value == pytest.approx(r.value, rel=0.01)
         parts = [p.value for p in run.where("part_bytes", **case)]
         assert sum(parts) == run.one("predicted_bytes", **case).value
-
-
-def test_conditions_and_categories():
-    assert ways_out.conditions("none", 9) == (9, {"optimizer": "adam"})
-    assert ways_out.conditions(ways_out.HALF, 8) == (4, {"optimizer": "adam"})
-    assert ways_out.conditions("SGD with momentum", 8) == (8, {"optimizer": "momentum"})
-    trace = step("mlp", 4, optimizer="adam")
-    parts, lean = (ways_out.peak_parts(trace, r) for r in ("none", ways_out.LEAN))
-    parameters = 658_698
-    assert parts["optimizer"] - lean["optimizer"] == pytest.approx(parameters * (8 - 2 * (1 + 4 / 2048)), rel=1e-4)
-    assert ways_out.dominated_by(parts) == "states"
 
 
 # -- leaks
@@ -191,26 +167,6 @@ def test_history_in_autograds_own_thread_names_the_line_that_called_backward():
 
     (site,) = watch().sites.values()
     assert site.op == "add" and site.code == "backward(history)" and len(site.stack) == 2
-
-
-@pytest.mark.long
-def test_the_peak_so_far_never_falls(run):
-    for r in run.where("peak_so_far_bytes"):
-        live = run.one("live_bytes", loop=r.case["loop"]).samples
-        assert list(r.samples) == sorted(r.samples) and all(p >= n for p, n in zip(r.samples, live, strict=True))
-
-
-def test_live_bytes_are_those_of_all_tensors():
-    job = leaks.job(models.make("mlp", 0), [4, 4, 4], torch.device("cpu"))
-    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in job.tensors()}
-    found = leaks.watch(job, leaks.outputs)
-    assert found.live_bytes[0] == sum(there.values()) + 4 * 10 * 4 and found.growth_bytes == 4 * 10 * 4
-
-
-def test_a_hook_is_taken_away():
-    job = leaks.job(models.make("mlp", 0), [2, 2, 2], torch.device("cpu"))
-    leaks.watch(job, leaks.hook)
-    assert not any(m._forward_hooks for m in job.workload.module.modules())
 
 
 @pytest.mark.parametrize(

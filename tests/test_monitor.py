@@ -16,7 +16,7 @@ from processes import wait_for
 from labs.kit import host
 from labs.kit import monitor as monitor_module
 from labs.kit.display import strip_svg
-from labs.kit.monitor import CpuSampler, Key, Monitor, Trace, family
+from labs.kit.monitor import CpuSampler, Monitor, Trace, family
 
 BUSY = "b = bytearray(60_000_000)\nwhile True: pass"
 CHILD = """
@@ -161,28 +161,6 @@ def test_ranks_may_come_and_go():
     (series,) = m.trace.find("resident_bytes", rank=3)
     assert series.values[0] is None and series.values[-1] is None and series.present
     assert not m.trace.failures
-
-
-def test_a_failing_source_is_noted_once_and_the_run_goes_on():
-    def pids():
-        raise OSError("no such folder")
-
-    with Monitor(pids, period_s=0.02) as m:
-        sampled(m)
-    assert m.trace.failures == ("OSError: no such folder",)
-
-
-def test_a_dear_source_is_asked_less_often(monkeypatch):
-    def dear(self, pids):
-        until = time.thread_time() + 0.02
-        while time.thread_time() < until:
-            pass
-        yield Key("x", "B"), 1.0
-
-    monkeypatch.setattr(CpuSampler, "sample", dear)
-    with Monitor(dict, period_s=0.02) as m:
-        time.sleep(0.5)
-    assert len(m.trace.t_s) <= 3
 
 
 def test_long_runs_stay_bounded(monkeypatch):

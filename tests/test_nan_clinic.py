@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import warnings
 
 import pytest
@@ -12,20 +11,11 @@ from torch import nn
 
 from labs import nan_clinic as lab
 from labs.chapters.nb10 import editable_drift
-from labs.chapters.nb10 import figures_numbers as figures
-from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch, run_on_ranks
-from labs.kit.plot import kinds_in, to_png
-from labs.kit.rank import Rank
-from labs.kit.record import Records
 from labs.nan_clinic import numbers
-from labs.nan_clinic.numbers import CAUSES, HEALTHY, Case, Signs
-
-CPU = torch.device("cpu")
-LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
-PROVENANCE = {"cpu": "a processor", "utc": "2026-11-23T00:00:00+00:00"}
+from labs.nan_clinic.numbers import CAUSES, HEALTHY, Signs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -94,14 +84,6 @@ def test_anomaly_detection_points_at_gradients_and_misses_where_a_forward_began(
     assert said["row all masked"][1] == "" and said["log of zero"][1] == ""
 
 
-def test_cures_are_for_their_own_cause():
-    """Another cure leaves the patient ill: the named cause matters."""
-    for cure in set(CAUSES) - {"root of zero", "skipped for ever"}:
-        case = Case.draw("root of zero", 3)
-        losses = [s.loss for s in numbers.train(case, numbers.cured(case.cause.plan, cure), CPU)]
-        assert any(map(math.isnan, losses)), cure
-
-
 def test_the_diagnosis_goes_by_what_tells_the_causes_apart():
     bad = Signs("output", samples=32)
     assert lab.numbers.diagnose(dataclasses.replace(bad, in_fp32=False)) == "FP16 overflow"
@@ -113,13 +95,6 @@ def test_the_diagnosis_goes_by_what_tells_the_causes_apart():
     assert lab.numbers.diagnose(searching) == "healthy", "the scaler is lowering its scale"
     assert lab.numbers.diagnose(Signs("nowhere", clip_ratio=2.0)) == "healthy"
     assert lab.numbers.diagnose(Signs("nowhere", clip_ratio=6e4)) == "clip before unscale_"
-
-
-@pytest.mark.parametrize(
-    ("losses", "steps"), [([2, 1.5, 1.2, 1.3], 0), ([2, 1, 2.9, 3.1, 40, 9e9], 3), ([2, 1, 50, 1.1, 0.9], 0), ([], 0)]
-)
-def test_rising_counts_only_what_is_not_taken_back(losses, steps):
-    assert numbers.rising(losses) == steps
 
 
 class Branches(nn.Module):
@@ -162,48 +137,6 @@ def test_a_gradient_of_a_parameter_that_overflows_alone_is_named():
     assert y.isfinite().all() and model[1].bias.grad.isfinite().all() and not model[1].weight.grad.isfinite().any()
     assert lab.culprit(notes) == ("net.1", "gradient of weight"), "before that of net.0, which overflows, too"
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-class RootOfZero(nn.Module):
-    """Makes NaN in backward, inside of a module with a child."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Linear(3, 3)
-
-    def forward(self, x):
-        y = self.child(x) * 0
-        return y.sqrt() * 0
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_a_parameter_to_which_a_bad_gradient_came_is_not_named():
-    model = nn.Sequential(nn.Linear(3, 3), RootOfZero())
-    with lab.first_bad(net=model) as notes:
-        model(torch.ones(2, 3)).sum().backward()
-    assert model[1].child.weight.grad.isnan().any()
-    assert lab.culprit(notes) == ("net.1", "gradient")
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_sparse_gradients_are_looked_at_as_well():
-    """The rows of one index are summed: 40,000 twice is beyond FP16."""
-    model = nn.Embedding(5, 3, sparse=True).half()
-    for index, found in (([1, 2], ("", "")), ([1, 1], ("net", "gradient of weight"))):
-        model.zero_grad()
-        with lab.first_bad(net=model) as notes:
-            y = model(torch.tensor(index))
-            y.backward(torch.full_like(y, 4e4))
-        assert lab.culprit(notes) == found
-
-
-def test_tensors_of_several_devices_and_integers_are_looked_at_together():
-    """The meta device stands for a GPU: tensors of two devices cannot be stacked there, either."""
-    lengths, data = torch.tensor([3, 2]), torch.ones(5, device="meta")
-    assert lab.all_finite((lengths, data)).device.type == "meta"
-    assert lab.all_finite((torch.ones(1), data)).device.type == "meta"
-    assert lab.all_finite(lengths) and lab.all_finite([]) and lab.all_finite(torch.ones(2, dtype=torch.complex64))
-    assert not lab.all_finite((lengths, torch.tensor([math.inf]))) and not lab.all_finite(torch.tensor(math.nan * 1j))
 
 
 # Replicas
@@ -252,28 +185,6 @@ def test_the_check_names_tensor_and_rank_on_all_ranks():
 # The learner's round
 
 
-def drifting(rank, model, optimizer, batches):
-    """A rank that leaves out a step by itself."""
-    for step, (x, y) in enumerate(batches):
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        if rank == 1 and step == 12:
-            continue
-        optimizer.step()
-
-
-def test_the_editable_round_tells_when_it_is_noticed(capsys):
-    editable_drift.compare(drifting, every=5)
-    said = capsys.readouterr().out
-    assert said.startswith("Compared every 5 steps, the replicas differ after step 15, in 0.bias")
-    rows = [line.split() for line in said.splitlines()[2:8]]
-    assert [row[0] for row in rows] == ["5", "10", "15", "20", "25", "30"]
-    assert rows[1][1] == rows[1][2] and rows[2][1] != rows[2][2], "the losses part where the replicas do"
-    editable_drift.compare(editable_drift.healthy)
-    assert "6 comparisons the replicas are the same, bit for bit" in capsys.readouterr().out
-
-
 def leaving(rank, model, optimizer, batches):
     """One rank leaves the loop."""
     for step, (x, y) in enumerate(batches):
@@ -289,91 +200,7 @@ def test_a_rank_that_leaves_the_learners_loop_is_told(capsys):
     assert capsys.readouterr().out.startswith("Given up after 12 s: a rank waits")
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """(figures, alternative texts, sentences, tables) of what is drawn meanwhile."""
-    drawn, alts, said, tables = [], [], [], []
-    monkeypatch.setattr(figures, "show", lambda fig, alt: (drawn.append(fig), alts.append(alt), to_png(fig)))
-    monkeypatch.setattr(figures, "say", said.append)
-    monkeypatch.setattr(figures, "show_table", tables.append)
-    return drawn, alts, said, tables
-
-
-def test_the_timeline_and_the_tables(examined, shown):
-    drawn, alts, said, tables = shown
-    figures.timeline(examined, predict(4, "steps of warning", "steps"))
-    assert "bad sample: none" in alts[0] and "first in the input" in alts[0] and "You predicted 4 steps" in said[0]
-    assert "steps with a loss of more than three times its lowest" in alts[0]
-    assert len(drawn[0].axes) == 2 and {"measured", "prediction"} == kinds_in(drawn[0])
-    figures.silent(examined)
-    assert (
-        alts[1].startswith("No loss is NaN") and alts[1].count("cured to") == 2 and {"measured"} == kinds_in(drawn[1])
-    )
-    [ratio] = [line for line in said if "the norm that was clipped" in line]
-    assert (
-        ratio.startswith("* clip before unscale_: ")
-        and float(re.search(r"is ([\d,]+) times", ratio)[1].replace(",", "")) > 1e4
-    )
-    figures.where_it_began(examined)
-    figures.cures(examined)
-    assert (
-        len(tables[0]) == 8 * _seeds(examined) and "NO" not in tables[0].to_string() and len(tables[1]) == len(CAUSES)
-    )
-
-
-def without_step(run, cause, gone):
-    """The same records, in which a step's loss was not finite."""
-    rows = []
-    for r in run:
-        if r.metric == "loss" and r.case["planted"] == cause:
-            kept = [(k, v) for k, v in zip(r.case["steps"], r.samples, strict=True) if k != gone]
-            steps, samples = zip(*kept, strict=True)
-            r = dataclasses.replace(r, samples=samples, case={**r.case, "steps": list(steps)})
-        rows.append(r)
-    return Records(rows)
-
-
-@pytest.mark.parametrize("gone", [7, numbers.STEPS])
-def test_a_step_without_a_finite_loss_turns_the_title_and_leaves_a_gap(examined, shown, gone):
-    drawn, alts, *_ = shown
-    figures.silent(without_step(examined, "clip before unscale_", gone))
-    assert not alts[0].startswith("No loss is NaN") and "1 of 25 steps without a finite loss" in alts[0]
-    assert list(drawn[0].axes[0].lines[0].get_xdata()) == [k for k in range(numbers.STEPS) if k != gone]
-
-
 # The command
-
-
-def test_one_rank_examines_patients():
-    run = launch("nan_clinic", 1, causes=("bad sample",), device="cpu")
-    said = list(lab.answer(run))
-    assert "1 of 1" in said[0]
-
-
-def without_fp16(_):
-    """What is examined on a device whose kernels have no FP16."""
-
-    def refuse(self, weights, batch, precision):
-        raise NotImplementedError("no kernel\nfor Half")
-
-    whole, numbers.Training.gradient = numbers.Training.gradient, refuse
-    why = numbers.fp16_impossible(CPU)
-    numbers.Training.gradient, numbers.fp16_impossible = whole, lambda device: why
-    rank = Rank(0, 1, 0, 1, CPU, "gloo", (), lab="nan_clinic")
-    asked = lab.Config(causes=("FP16 overflow", "skipped for ever", "bad sample"))
-    return list(lab.run(asked, rank))
-
-
-def test_patients_in_fp16_are_left_out_where_it_is_not_possible():
-    [records] = run_on_ranks(without_fp16, 1, None)
-    run = Records(records)
-    assert {r.case["planted"] for r in run.where("cause_right")} == {"bad sample"}
-    assert "FP16 is not possible here" in next(iter(lab.answer(run))) and "no kernel for Half" in str(run[0].case)
-
-
-def test_smoke_runs_take_less_and_the_answer_is_short():
-    run = launch("nan_clinic", 2, device="cpu", oversubscribe=True, smoke=True, **lab.SMOKE)
-    assert 1 <= len(list(lab.answer(run))) <= 6
 
 
 @pytest.mark.parametrize(

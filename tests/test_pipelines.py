@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labs.common.models import Workload
-from labs.common.pipelines import CHAINS, Chain, chain, even_cuts, schedules, split
+from labs.common.pipelines import CHAINS, Chain, chain, schedules, split
 from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, run_on_ranks
 from labs.kit.rank import Rank
@@ -53,36 +52,6 @@ def test_stages_share_the_layers_and_cover_them_once():
         stages = split(model, cuts)
         assert len(stages) == len(cuts) + 1
         assert [layer for stage in stages for layer in stage] == model.layers
-
-
-@pytest.mark.parametrize("cuts", [[0], [6], [7], [-1], [3, 3], [4, 2]])
-def test_a_cut_out_of_range_is_one_line(cuts):
-    with pytest.raises(BadInput) as e:
-        split(small(), cuts)
-    assert "\n" not in str(e.value) and ("from 1 to 5" in str(e.value) or "rise" in str(e.value))
-
-
-def test_even_cuts_and_more_stages_than_layers():
-    assert even_cuts(small(), 1) == [] and even_cuts(small(), 2) == [3] and even_cuts(small(), 6) == [1, 2, 3, 4, 5]
-    assert all(len(split(small(), even_cuts(small(), p))) == p for p in range(1, 7))
-    with pytest.raises(BadInput, match="6 layers, not enough for 7 stages: use at most 6 ranks"):
-        even_cuts(small(), 7)
-
-
-def sequential():
-    return Workload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), small(width=4).make_batch, lambda o, t: o.mean())
-
-
-def not_sequential():
-    return Workload(nn.Linear(4, 2), small(width=4).make_batch, lambda o, t: o.mean())
-
-
-def test_a_model_of_ones_own_must_be_a_sequential():
-    assert len(chain(f"{__name__}:sequential").layers) == 2
-    with pytest.raises(BadInput, match=r"is a Linear: a pipeline cuts an nn\.Sequential"):
-        chain(f"{__name__}:not_sequential")
-    with pytest.raises(BadInput, match="there is no chain 'resnet': take one of deep_mlp"):
-        chain("resnet")
 
 
 # Schedules
@@ -143,12 +112,6 @@ def test_the_time_before_a_neighbour_sends_is_idle_and_what_follows_is_receiving
         (1, "forward", 13.0, 14.0),
     ]
     assert schedules.idle_share(schedules.with_idle(events, 2), 2) == pytest.approx(3.5 / 8)
-
-
-def test_best_number_of_micro_batches_is_where_the_step_is_shortest():
-    best = schedules.best_micro_batches(1.0, 0.01, 4)
-    around = [schedules.step_s(1.0, 0.01, 4, best * f) for f in (0.9, 1.0, 1.1)]
-    assert min(around) == around[1]
 
 
 # The pipeline written out
@@ -252,15 +215,6 @@ def test_what_backward_keeps_is_counted_until_it_is_freed():
 def step(schedule, m, *seconds, by="hand"):
     case = {"chain": "small", "schedule": schedule, "by": by, "micro_batches": m, "rows": 8}
     return Record("pipeline_parallel", "step_s", "s", seconds, case=case, layout={"world_size": 2})
-
-
-def test_the_fit_recovers_stage_and_cost_of_a_micro_batch():
-    fit = analysis.fit_steps({m: schedules.step_s(0.4, 0.003, 4, m) for m in (1, 2, 8, 32)}, 4)
-    assert (fit.stage_s, fit.per_micro_batch_s) == (pytest.approx(0.4), pytest.approx(0.003))
-    assert fit.cost_share(4) == pytest.approx(0.03) and fit.best_micro_batches == pytest.approx(20)
-    assert analysis.fit_steps({1: 2.0, 2: 1.4}, 2).per_micro_batch_s == 0
-    with pytest.raises(ValueError, match="at least two"):
-        analysis.fit_steps({1: 1.0}, 2)
 
 
 def test_speedups_and_the_share_of_the_ceiling_by_hand():

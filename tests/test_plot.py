@@ -37,26 +37,6 @@ def drawn(ax, kind):
     return next(line for line in ax.lines if line.get_gid() == f"kind:{kind}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "marker", "filled"),
-    [("measured", "o", True), ("recorded", "s", True), ("published", "D", False), ("prediction", "*", True)],
-)
-def test_marks_follow_the_kind(kind, marker, filled):
-    _, ax = figure()
-    plot.points(ax, [1, 2], [1.0, 1.8], kind=kind, label="DDP")
-    line = drawn(ax, kind)
-    assert line.get_marker() == marker
-    assert (line.get_markerfacecolor() != "white") is filled
-    assert KIND_STYLE[kind].word in ax.get_legend_handles_labels()[1][0]
-
-
-def test_a_model_is_a_dashed_line():
-    _, ax = figure()
-    plot.ideal(ax, [1, 2, 4])
-    assert drawn(ax, "modelled").get_linestyle() == "--"
-    assert list(drawn(ax, "modelled").get_ydata()) == [1, 2, 4]
-
-
 def test_intervals_are_drawn_and_missing_values_left_out():
     _, ax = figure()
     plot.points(ax, [1, 2, 3, 4], [Estimate(1.0, 0.9, 1.2, 9), None, math.nan, 2.0])
@@ -71,18 +51,6 @@ def test_the_prediction_is_a_star_and_no_prediction_is_nothing():
     assert not ax.lines
     plot.prediction(ax, 2, predict(1.9, "speed-up"))
     assert drawn(ax, "prediction").get_ydata().tolist() == [1.9]
-
-
-def test_unknown_kinds_and_missing_words_are_one_clear_line():
-    _, ax = figure()
-    with pytest.raises(BadInput, match="measured, recorded, modelled, published, prediction"):
-        plot.points(ax, [1], [1.0], kind="guessed")
-    with pytest.raises(BadInput, match="message"):
-        plot.figure(" ", xlabel="x", ylabel="y")
-    with pytest.raises(BadInput, match="label with a unit"):
-        plot.figure("message", xlabel="x", ylabel="")
-    with pytest.raises(BadInput, match="alt="):
-        plot.show(figure()[0], alt="")
 
 
 @pytest.mark.parametrize("kind", ["measured", "recorded"])
@@ -131,14 +99,6 @@ def test_provenance_line(records, line):
     assert provenance_line(records) == line
 
 
-def test_what_ran_on_cores_is_not_of_the_gpus_of_its_machine():
-    one = record(gpus=[{"name": "H200"}] * 8)
-    on_cores = replace(one, layout={"world_size": 2, "device": "cpu"})
-    assert " on 2 of 8 x H200," in provenance_line([replace(one, layout={"world_size": 2, "device": "cuda"})])
-    assert " on 8 x H200," in provenance_line([replace(one, layout={"world_size": 8, "device": "cuda"})])
-    assert provenance_line([on_cores]) == provenance_line([record()])
-
-
 def busy_figure():
     fig, ax = figure()
     n = list(range(1, 9))
@@ -178,20 +138,3 @@ def test_show_sends_an_image_with_alternative_text(monkeypatch):
     form = rf'<img alt="([^"]*)" title="([^"]*)" {size} src="data:image/png;base64,[\w+/=]+">'
     found = re.fullmatch(form, sent[0]["text/html"])
     assert [html.unescape(text) for text in found.groups()] == [alt, fig._course_caption]
-
-
-def test_figures_are_not_kept_by_pyplot():
-    import sys
-
-    busy_figure()
-    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
-
-
-def test_a_choice_map_has_one_colour_per_name_and_refuses_names_without():
-    fig, ax = plot.figure("Data parallel, mostly", xlabel="batch", ylabel="parameters")
-    colors = {"DDP": plot.SERIES[0], "nothing fits": plot.GREY}
-    plot.choice_map(ax, [["DDP", "nothing fits"], ["DDP", "DDP"]], columns=[1, 2], rows=["small", "big"], colors=colors)
-    assert ax.images[0].get_array().tolist() == [[0, 1], [0, 0]] and plot.kinds_in(fig) == {"modelled"}
-    assert ax.get_legend_handles_labels()[1] == ["DDP (modelled)", "nothing fits (modelled)"]
-    with pytest.raises(BadInput, match="a color for pipeline"):
-        plot.choice_map(ax, [["pipeline"]], columns=[1], rows=[1], colors=colors)

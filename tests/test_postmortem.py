@@ -95,13 +95,6 @@ def test_a_skipped_collective_shows_by_its_line_when_the_next_one_met_it(tmp_pat
     assert names(told(tmp_path), "skipped", (1,), "all_reduce", 10)
 
 
-def test_a_rank_with_a_branch_of_its_own_is_no_suspect(tmp_path):
-    """Rank 0 always calls from line 8 what the others call from line 10; rank 2 has stopped coming."""
-    for r, line in enumerate((8, 10, 10)):
-        leave(tmp_path, r, steps(3 if r < 2 else 2, line), [(TRAIN, 30, "main")], HANGS, ranks=3)
-    assert names(told(tmp_path), "elsewhere", (2,), "all_reduce", 8)
-
-
 @pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "other"),
@@ -113,23 +106,6 @@ def test_of_two_ranks_that_differ_earlier_steps_tell_which(tmp_path, wrong, kind
     for r in (0, 1):
         leave(tmp_path, r, [*usual[:2], odd] if r == wrong else usual, end=HANGS)
     assert names(told(tmp_path), kind, (wrong,), odd["profiling_name"][5:], other.get("line", 10))
-
-
-def test_without_earlier_steps_and_with_two_ranks_it_cannot_be_told_which(tmp_path):
-    leave(tmp_path, 0, [call("all_reduce", 1, 10)], end=HANGS)
-    leave(tmp_path, 1, [call("broadcast", 1, 12)], end=HANGS)
-    found = told(tmp_path)
-    assert not found.sure and found.ranks == (0, 1) and "cannot be told" in str(found) and found.collect
-    leave(tmp_path, 2, [call("all_reduce", 1, 10)], end=HANGS, ranks=3)
-    assert names(told(tmp_path), "another collective", (1,), "broadcast", 12)
-
-
-def test_the_same_line_in_another_group(tmp_path):
-    usual = [call("all_reduce", i, 10, group="1", time_created_ns=i) for i in (1, 2, 3)]
-    leave(tmp_path, 0, usual, end=HANGS, groups={"1": [0, 1]})
-    alone = call("all_reduce", 1, 10, time_created_ns=3)
-    leave(tmp_path, 1, [*usual[:2], alone], end=HANGS, groups={"1": [0, 1]})
-    assert names(told(tmp_path), "group", (1,), "all_reduce", 10)
 
 
 def test_whoever_is_waited_for_at_the_end_of_the_chain(tmp_path):
@@ -168,18 +144,6 @@ def test_an_error_of_its_own_comes_before_what_followed_from_it(tmp_path):
     leave(tmp_path, 1, steps(2, 10), end={"exit_code": 1, "error": "ValueError: bad label", "traceback": trace})
     found = told(tmp_path)
     assert names(found, "error", (1,), "all_reduce", 17) and "bad label" in found.sentences[0]
-
-
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_a_rank_that_gloo_aborted_has_left_its_stack_alone(tmp_path, wrong):
-    """Rank 1 was aborted. Rank 0's last size, against its own earlier ones, tells which of the two was unusual."""
-    last = call("all_reduce", 3, 10, size=1004 if wrong == 0 else 4)
-    leave(tmp_path, 0, [*steps(2, 10), last], within("all_reduce", 10), {"exit_code": 1, "error": LOST})
-    leave(tmp_path, 1, stack=within("all_reduce", 10), crash="Fatal Python error: Aborted")
-    assert names(told(tmp_path), "shape", (wrong,), "all_reduce", 10)
-    leave(tmp_path, 0, [call("all_reduce", 1, 10)])
-    found = told(tmp_path)
-    assert not found.sure and found.ranks == (0, 1) and "DETAIL" in found.collect
 
 
 def test_two_that_receive_first(tmp_path):
@@ -252,19 +216,6 @@ def test_calls_without_python_frames_as_ddp_makes_them_on_gpus(tmp_path, with_st
         assert ("its line was not recorded" in str(found)) == (not with_stacks), found
     if with_stacks:
         assert "its main thread is at train.py:30" in str(late) and "is at train.py:40" in str(other_size)
-
-
-def test_two_that_receive_first_under_nccl_which_queues_what_comes_after(tmp_path):
-    """Both queued their send, too: the oldest open call of each tells."""
-
-    def p2p(name, number, arrow, state="scheduled"):
-        return of_nccl(name, 0, 14, state=state, profiling_name=f"nccl:{name} {arrow}", is_p2p=True, p2p_seq_id=number)
-
-    nccl(tmp_path, 0, [p2p("recv", 1, "0<-1"), p2p("send", 2, "0->1")])
-    nccl(tmp_path, 1, [p2p("recv", 1, "1<-0"), p2p("send", 2, "1->0")])
-    assert names(told(tmp_path), "point to point", (0, 1), "recv", 14)
-    nccl(tmp_path, 1, [p2p("send", 1, "1->0"), p2p("recv", 2, "1<-0")])
-    assert told(tmp_path).ranks == (), "these two belong together"
 
 
 class Evil:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from again import holds_soon
 
 from labs import profile_step as lab
-from labs.common.profiling import intervals, shares
+from labs.common.profiling import shares
 from labs.common.profiling.shares import Event
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
@@ -32,26 +31,6 @@ def op(name, a, b, thread=1):
 
 
 WHOLE = ranges(data=(5, 15), host_to_device=(15, 16), forward=(20, 40), backward=(40, 80), optimizer=(82, 97))
-
-
-def test_bars_with_odd_values_are_read_or_left_out(tmp_path):
-    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1e6, "tid": 1, "args": None}
-    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e5, "dur": 5e5, "args": {"correlation": 7}}
-    odd = [
-        kernel | more
-        for more in (
-            {"name": 5},
-            {"cat": 7},
-            {"args": {"correlation": [1]}},
-            {"args": "none"},
-            {"ts": float("nan")},
-            {"dur": -1.0},
-            {"dur": float("inf")},
-        )
-    ]
-    (path := tmp_path / "ränk0.json").write_text(json.dumps({"traceEvents": [step, kernel, *odd]}), "utf-8")
-    [found] = shares.of_steps(shares.read(path))
-    assert found["overhead"] == pytest.approx(1.0) and sum(found.values()) == pytest.approx(1.0)
 
 
 def test_the_kernels_of_a_cuda_graph_are_those_of_the_range_that_launched_it():
@@ -157,16 +136,6 @@ def spans(dice):
     return [(a, a + dice.randint(0, 6)) for a in (dice.randint(0, 40) for _ in range(dice.randint(0, 8)))]
 
 
-def test_sets_of_moments_are_those_of_counting():
-    for seed in range(200):
-        dice = random.Random(seed)
-        a, b = spans(dice), spans(dice)
-        inside = [{t for s, e in x for t in range(s, e)} for x in (a, b)]
-        assert intervals.length(a) == len(inside[0])
-        assert intervals.length(intervals.both(a, b)) == len(inside[0] & inside[1])
-        assert intervals.length(intervals.minus(a, b)) == len(inside[0] - inside[1])
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [3]}', "\xff"])
 def test_what_is_no_trace_is_one_line(tmp_path, text):
     path = tmp_path / "t.json"
@@ -245,34 +214,6 @@ def test_shares_sum_to_the_step_and_the_clock_tells_the_same_exposure():
     assert "exposed communication" in text and "share of a step" in text
 
 
-@pytest.mark.timeout(200)
-def test_what_looking_costs():
-    def measured():
-        return launch("profile_step", nproc=1, parts=("cost",), model=TINY, batch_size=4, rounds=8)
-
-    run = measured()
-    size = {name: run.one("trace_bytes", profiler=name).value for name in ("on", "shapes", "memory", "stacks")}
-    assert size["on"] < min(size["shapes"], size["memory"], size["stacks"]) and size["on"] > 1000
-    events = run.one("trace_events", profiler="on").value
-    assert 20 < events < 500, "of one step"
-
-    def costs(r):
-        return (
-            all(ratio.value > 1 for ratio in lab.price(r, "cost_cpu_s").values()) and lab.price(r)["stacks"].value > 1
-        )
-
-    assert holds_soon(costs, run, measured)
-    assert "kB of trace" in lab.cost_text(run)
-
-
-def test_adding_up_totals_counts_children_twice():
-    run = launch("profile_step", nproc=1, parts=("shares",), smoke=True, batch_size=16)
-    own, total = (lab.of_rank(run, f"ops_{kind}_s", 0).value for kind in ("self", "total"))
-    step = lab.of_rank(run, "step_s", 0, mode="profiled").value
-    assert 0 < own < total and own < 2 * step
-    assert f"{total / step:.2f}" in lab.trap_text(run)
-
-
 RECIPES = Path(lab.__file__).parents[1] / "recipes"
 
 
@@ -324,11 +265,6 @@ def test_bad_values_name_their_option(given, told):
         lab.Config(**given)
 
 
-def test_nobody_waits_for_the_only_rank():
-    with pytest.raises(BadInput, match="late needs at least 2 ranks"):
-        lab.check_layout(lab.Config(plant=("late=3",)), 1)
-
-
 # Sentences follow the records
 
 
@@ -346,25 +282,3 @@ def records(**samples):
         if k in ("profiled", "ddp", "no_sync")
     ]
     return Records(found)
-
-
-def test_two_ways_that_differ_are_said_to_differ():
-    many = dict(forward=[0.010] * 8, overhead=[0.0] * 8, profiled=[0.012] * 8, no_sync=[0.009] * 8)
-    run = records(exposed_communication=[0.002] * 8, ddp=[0.020] * 8, **many)
-    assert lab.covered(run).value == pytest.approx(100)
-    trace, clock = lab.exposed_two_ways(run)
-    assert (trace.value, clock.value) == (0.002, pytest.approx(0.011))
-
-
-def test_typical_shares_sum_to_a_step_where_medians_do_not():
-    """In half of the steps rank 0 waits, in the others it computes: no step is as short as both medians together."""
-    waits = [0.009, 0.001] * 6 + [0.5, 0.001, 0.001]
-    forward = [0.001, 0.009] * 6 + [0.001, 0.009, 0.009]
-    run = records(
-        forward=forward, exposed_communication=waits, profiled=[a + b for a, b in zip(waits, forward, strict=True)]
-    )
-    found, clock = lab.typical(run)
-    assert sum(found.values()) == pytest.approx(clock) == pytest.approx(0.010), "the step of 0.5 s is left out"
-    found = records(forward=[0.001, 0.001, 0.009], exposed_communication=[0.009, 0.001, 0.001], profiled=[0.01] * 3)
-    medians = sum(e.value for e in lab.share_estimates(found).values())
-    assert medians == pytest.approx(0.002) and sum(lab.typical(found)[0].values()) > 0.005

@@ -3,22 +3,18 @@
 import gzip
 import itertools
 import json
-import random
 import runpy
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from again import holds_soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from junk import damaged
 from made_traces import TRANSFER_S, made, written
 
 from labs import last_to_arrive
@@ -27,7 +23,7 @@ from labs.common.profiling import intervals, late_training, traces
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
-from labs.rank_timeline import clock, timeline_page
+from labs.rank_timeline import clock
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple), max_size=8)
 
@@ -83,25 +79,6 @@ def test_a_planted_offset_is_recovered_and_never_outside_of_what_is_called_certa
     assert abs(offset.s - ahead) <= max(2e-4, 3 * offset.spread, clock.COMMON_S * same)
 
 
-def test_clocks_of_four_ranks_and_a_lateness_at_once(tmp_path):
-    ahead = {1: 0.05, 2: -0.05, 3: 3600.0}
-    made_ = made(4, late={2: 0.030}, clocks=ahead, hosts=list("abcd"))
-    merged = lab.read_traces(written(tmp_path, made_))
-    assert [o.s for o in merged.offsets] == pytest.approx([0, 0.05, -0.05, 3600], abs=5e-4)
-    assert merged.late_s[2] == pytest.approx(0.030, abs=2e-3)
-    assert merged.lanes[3]["data"][0][0] < 0.01
-
-
-def test_late_ends_do_not_move_the_offset(tmp_path):
-    """A gloo thread without a core notes ends late: on each rank others, in a third of the collectives."""
-    draw, found = random.Random(0), made(2, steps=12, clocks={1: 0.05}, hosts=["a", "b"])
-    for trace in found:
-        for event in trace["traceEvents"]:
-            if event["name"].startswith("gloo:") and draw.random() < 0.33:
-                event["dur"] += draw.uniform(0, 10_000)
-    assert lab.read_traces(written(tmp_path, found)).offsets[1].s == pytest.approx(0.05, abs=5e-4)
-
-
 def test_steps_that_only_one_rank_recorded_are_left_out(tmp_path):
     found = made(2, steps=6, clocks={1: 0.02}, hosts=["a", "b"])
     first = next(e for e in found[0]["traceEvents"] if e["name"] == "ProfilerStep#1")["ts"]
@@ -121,16 +98,6 @@ def test_collectives_of_a_part_of_the_ranks_are_left_out(tmp_path):
     assert merged.offsets[1].s == pytest.approx(0.02, abs=5e-4) and merged.offsets[1].collectives == 18
 
 
-def test_one_stray_collective_is_left_out(tmp_path):
-    """A gloo thread without a core notes one long after it ran, so that it cannot be the same one on both ranks."""
-    found = made(2, steps=8, clocks={1: 0.05}, hosts=["a", "b"])
-    bars = [e for e in found[1]["traceEvents"] if e["name"] == "gloo:all_reduce"]
-    bars[10]["ts"] = bars[11]["ts"] - 300.0
-    bars[10]["dur"] = 200.0
-    merged = lab.read_traces(written(tmp_path, found))
-    assert merged.offsets[1].s == pytest.approx(0.05, abs=5e-4) and merged.offsets[1].collectives == 23
-
-
 def test_traces_of_two_runs_contradict_each_other(tmp_path):
     one, other = made(2, seed=1), made(2, seed=1)
     for event in other[1]["traceEvents"]:
@@ -147,65 +114,12 @@ def test_without_common_collectives_the_clock_is_not_known(tmp_path):
     assert "cannot be told" in lab.blame(merged)
 
 
-def test_ranks_and_jobs_are_told_apart(tmp_path):
-    paths = written(tmp_path, made(2))
-    with pytest.raises(BadInput, match="both of rank 0"):
-        lab.read_traces([paths[0], paths[0]])
-    (tmp_path / "b").mkdir()
-    with pytest.raises(BadInput, match="different jobs"):
-        lab.read_traces([paths[0], written(tmp_path / "b", made(4))[1]])
-    assert "missing of rank 1" in " ".join(lab.sentences(lab.read_traces(paths[:1])))
-
-
-def test_traces_without_facts_about_the_job_are_ranks_in_their_order(tmp_path):
-    found = made(2, late={1: 0.03})
-    for trace in found:
-        del trace["distributedInfo"], trace["host_name"]
-    paths = written(tmp_path, found)
-    merged = lab.read_traces(paths[::-1])
-    assert merged.ranks == (0, 1) and merged.late_s[0] == pytest.approx(0.03, abs=1e-3)
-    bare = [tmp_path / f"bare{k}.json" for k in range(2)]  # a list of events is a Chrome trace, too
-    for path, trace in zip(bare, found, strict=True):
-        path.write_text(json.dumps(trace["traceEvents"]))
-    assert lab.read_traces(bare).late_s[1] == pytest.approx(0.03, abs=1e-3)
-    with pytest.raises(BadInput, match="some do not"):
-        lab.read_traces([bare[0], *written(tmp_path, made(2))[1:]])
-
-
-@pytest.mark.parametrize(
-    ("times", "steps", "ranks", "told"),
-    [
-        (6, 6, 2, True),
-        (5, 5, 2, False),
-        (4, 4, 2, False),
-        (45, 100, 64, True),
-        (50, 100, 2, False),
-        (7, 20, 4, False),
-        (14, 20, 4, True),
-    ],
-)
-def test_chance_knows_how_many_ranks_there_are(times, steps, ranks, told):
-    """Of two, each is last in half of the steps; of 64, in one of 64. 4 of 4 happens to one of two by 1 in 8."""
-    assert (lab.by_chance(times, steps, ranks) <= 0.05) == told
-    assert lab.by_chance(4, 4, 2) == pytest.approx(2 * 0.5**4) and lab.by_chance(0, 6, 2) == 1
-
-
 def test_nobody_is_blamed_for_the_difference_of_two_clocks(tmp_path):
     """Two processes of a machine set their clocks 0.8 ms apart: 0.8 ms late in every step says nothing."""
     found = made(2, steps=12, clocks={1: 8e-4})
     assert "Who holds the others up cannot be told: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
     found = made(2, steps=12, clocks={1: 8e-4}, late={1: 0.005})
     assert "Who holds the others up: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
-
-
-def test_a_lateness_whose_interval_reaches_into_the_clocks_doubt_blames_nobody():
-    offsets = (
-        clock.Offset(0, 0.0, 0.0, 0.0, 0.0, 0, "reference"),
-        clock.Offset(1, 0.0, -1.0, 1.0, 1e-3, 12, "collectives"),
-    )
-    for few, told in ((5e-4, "cannot be told"), (4e-3, "up: rank 1 comes last in 12 of 12")):
-        arrivals = [clock.Arrival(k, "allreduce", (0.0, few if k % 2 else 5e-3), 1.0) for k in range(12)]
-        assert told in lab.blame(SimpleNamespace(last_arrivals=arrivals, ranks=(0, 1), offsets=offsets))
 
 
 def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
@@ -235,22 +149,6 @@ def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     assert intervals.length(clock.lanes_of(trace)["wait"]) == pytest.approx(10 * 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("written_as", "name"),
-    [
-        ("_allgather_base_", "allgather"),
-        ("_allgather_base", "allgather"),
-        ("AllGather", "allgather"),
-        ("allgather_into_tensor_coalesced", "allgather"),
-        ("reduce_scatter_tensor_coalesced", "reducescatter"),
-        ("all_to_allv", "alltoallv"),
-        ("SendRecv", "sendrecv"),
-    ],
-)
-def test_a_collective_has_one_name_however_it_is_written(written_as, name):
-    assert traces._plain(written_as) == name
-
-
 def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
     """Kineto writes gpu_user_annotation once for each stream, the copy's last and shortest."""
     found = made(2, backend="nccl", late={1: 0.03})
@@ -263,35 +161,6 @@ def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
     merged = lab.read_traces(written(tmp_path, found))
     assert all(b - a > 0.02 for a, b in merged.steps[0].values())
     assert {c.step for c in merged.traces[0].collectives} == {*range(6)}
-
-
-def test_torchs_own_ranges_stand_in_for_missing_ones(tmp_path):
-    found = made(2)
-    names = {
-        "data": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
-        "forward": "DistributedDataParallel.forward",
-        "optimizer": "Optimizer.step#SGD.step",
-    }
-    for event in found[0]["traceEvents"]:
-        event["name"] = names.get(event["name"], event["name"])
-        if event["name"] == "backward":
-            event |= {"name": "autograd::engine::evaluate_function: AddmmBackward0", "cat": "cpu_op"}
-    lanes = lab.read_traces(written(tmp_path, found)).lanes
-    for lane in ("data", "forward", "backward", "optimizer"):
-        assert intervals.length(lanes[0][lane]) == pytest.approx(intervals.length(lanes[1][lane]), rel=0.1), lane
-
-
-@pytest.mark.parametrize("piece", [1, 7, 64, 5000, 2**20])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_stream_is_what_json_reads(tmp_path, monkeypatch, piece, packed):
-    monkeypatch.setattr(traces, "CHUNK", piece)
-    trace = made(1, steps=1)[0] | {"after": {"deep": [1, -2.5e3]}, "number": 12}
-    trace["traceEvents"] += [{"ph": "i", "name": 'a "quoted" ]}, \\ name ü\u2028'}]
-    path, text = tmp_path / "t.json", json.dumps(trace, indent=2)
-    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
-    file = traces.Trace(path)
-    assert list(file.events()) == trace["traceEvents"]
-    assert file.facts == {k: v for k, v in trace.items() if k != "traceEvents"}
 
 
 BAD = {
@@ -319,32 +188,6 @@ def test_what_is_no_trace_is_one_line(tmp_path, name):
     assert len(str(told.value)) < 300 and str(told.value).isprintable()
 
 
-LINES = json.dumps(made(2, steps=2, late={1: 0.03})[1], indent=0).encode().splitlines()
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_a_damaged_trace_is_read_or_refused_in_one_line(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("damaged")
-    good, bad = written(folder, made(2, steps=2))
-    bad.write_bytes(damaged(data.draw, LINES))
-    try:
-        merged = lab.read_traces([good, bad])
-        list(lab.sentences(merged))
-        lab.write(merged, folder, [good, bad])
-    except BadInput as e:
-        assert len(str(e)) < 400 and str(e).isprintable()
-
-
-def test_names_in_a_page_are_text(tmp_path):
-    evil = "</script><script>alert(1)</script>&\"'<b>.json"
-    path = tmp_path / evil.replace("/", "\u2215")
-    path.write_text(json.dumps(made(1)[0]))
-    page = timeline_page.write(lab.read_traces([path]), tmp_path / "page.html").read_text("utf-8")
-    assert "<script>alert" not in page and page.count("</script>") == 2
-    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
-
-
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_the_merged_chrome_trace_is_on_one_clock_with_a_process_for_each_rank(tmp_path, backend):
     found = made(2, clocks={1: 0.05}, hosts=["a", "b"], backend=backend)
@@ -365,25 +208,6 @@ def test_the_merged_chrome_trace_is_on_one_clock_with_a_process_for_each_rank(tm
     assert ends[0] == pytest.approx(ends[1], abs=300)  # us
     assert min(e["ts"] for e in events if e["ph"] == "X") >= -1
     assert sum(e["ph"] == "X" for e in events) == sum(e["ph"] == "X" for t in found for e in t["traceEvents"])
-
-
-def test_times_that_stand_as_text_are_moved_too(tmp_path):
-    found = made(2, clocks={1: 0.05}, hosts=["a", "b"])
-    paths = written(tmp_path, found)
-    moved = []
-    for text in (False, True):
-        for e in found[1]["traceEvents"]:
-            e["ts"] = str(e["ts"]) if text else e["ts"]
-        written(tmp_path, found)
-        _, path = lab.write(lab.read_traces(paths), tmp_path / "out", paths)
-        moved.append([e["ts"] for e in json.loads(path.read_text("utf-8"))["traceEvents"] if e["ph"] == "X"])
-    assert moved[0] == moved[1] and all(isinstance(ts, float) for ts in moved[1])
-
-
-def test_a_page_of_too_many_spans_says_what_it_leaves_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline_page, "MOST_SPANS", 40)
-    text = timeline_page.write(lab.read_traces(written(tmp_path, made(2))), tmp_path / "p.html").read_text("utf-8")
-    assert "Only the first" in text
 
 
 READ = """
@@ -456,11 +280,6 @@ def test_real_traces_are_merged(ranks, shift_ms, tmp_path):
     assert "".join(lab.answer(first)) and len(list(lab.sentences(merged))) == 2 + ranks
 
 
-def test_one_rank_waits_for_nobody():
-    run = launch("rank_timeline", 1, device="cpu", smoke=True)
-    assert "waits for nobody" in list(lab.answer(run))[1]
-
-
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -495,14 +314,6 @@ def test_traces_of_yours_are_read_from_the_shell(tmp_path):
     )
     assert done.returncode == 0 and "rank 0 comes last in 6 of 6 steps" in " ".join(done.stdout.split()), done.stderr
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"timeline.html", "merged.json"}
-
-
-def test_the_shorter_half_is_where_most_are():
-    x = [0.0, 0.01, 0.02, 0.01, 5.0, -7.0, 9.0]
-    middle, spread = clock.shorter_half(x)
-    assert middle == pytest.approx(0.01) and spread == pytest.approx(0.01)
-    assert clock.shorter_half([3.0]) == (3.0, 0.0)
-    assert np.isfinite(clock.shorter_half([1.0, 2.0])).all()
 
 
 def timeline_and_stopwatch(folder):

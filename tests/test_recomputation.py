@@ -7,16 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from labs.common import models
-from labs.common.activation_memory.allocator import Storages
 from labs.common.memory import saved_tensors
-from labs.common.memory.recomputation import blocks, by_hand, recompute, segment_bounds, segments, stages
-from labs.common.models import Workload, large_models
+from labs.common.memory.recomputation import blocks, by_hand, recompute, segment_bounds
 from labs.common.models.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
 from labs.common.models.text_models import char_gpt
 from labs.kit.errors import BadInput
@@ -31,43 +28,6 @@ MODELS = {
     "cnn_batchnorm": models.cnn_batchnorm,
 }
 POLICIES = ["block", "segments:1", "segments:2", "segments:2:keep_last", "selective", "block:keep_last", "stage"]
-
-
-class Listed(nn.Module):
-    """Blocks in a ModuleList, called with a keyword; each returns a tuple."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(TwoOutputs() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x, _ = layer(x, scale=2.0)
-        return x
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x, scale):
-        y = functional.dropout(torch.tanh(scale * self.inner(x)), 0.5)
-        return y, y.sum()
-
-
-class Layers(nn.Module):
-    """As torchvision's ResNets: stages that are attributes of the model, not parts of one Sequential."""
-
-    def __init__(self, *lengths):
-        super().__init__()
-        for i, n in enumerate(lengths):
-            setattr(self, f"layer{i}", nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(n))))
-
-    def forward(self, x):
-        for layer in self.children():
-            x = layer(x)
-        return x
 
 
 def gradients(workload, x, y, lowered=False):
@@ -124,31 +84,6 @@ def test_by_hand_is_torchs():
             found.append([p.grad.clone() for p in layer.parameters()] + ([x.grad] if requires_grad else []))
         assert same(found[0], found[1])
         assert same(found[0], found[2])
-
-
-def test_by_hand_keeps_nothing_and_computes_twice():
-    calls = []
-
-    def layer(x):
-        calls.append(torch.is_grad_enabled())
-        return torch.tanh(x.exp()).sin()
-
-    x = torch.ones(1000, requires_grad=True)
-    with Storages() as storages:
-        out = by_hand(layer, x)
-        assert storages.now <= out.nbytes + 5056 + 8  # the result, the random state
-        out.sum().backward()
-    assert calls == [True, True]
-    assert torch.allclose(x.grad, torch.cos(torch.tanh(x.exp())) * (1 - torch.tanh(x.exp()) ** 2) * x.exp())
-
-
-def test_without_gradients_a_block_runs_once():
-    calls = []
-    module = recompute(nn.Sequential(BertLayer(SHAPE), BertLayer(SHAPE)), "block").eval()
-    module[0].attention.register_forward_hook(lambda *a: calls.append(1))
-    with torch.no_grad():
-        module(torch.randn(2, 8, 32))
-    assert len(calls) == 1
 
 
 def test_two_ranks_of_ddp_agree_with_each_policy():
@@ -238,58 +173,7 @@ def test_on_tensors_without_memory_by_the_rules_of_both_devices(policy):
     assert saved_tensors.trace(workload, 4, "fp32").activations < plain.activations / 4
 
 
-def test_a_copy_has_the_policy_and_parameters_of_its_own():
-    module = recompute(bert(SHAPE, 16).module, "block")
-    twin = copy.deepcopy(module)
-    assert twin.layers[0].forward.__self__ is twin.layers[0]
-    recompute(twin, "none")
-    assert "forward" in module.layers[0].__dict__
-    assert not any("forward" in m.__dict__ for m in twin.modules())
-
-
-def test_one_policy_replaces_another():
-    module = bert(SHAPE, 16).module
-    for policy in ("block", "segments:2", "selective", "block"):
-        recompute(module, policy)
-    assert sum("forward" in m.__dict__ for m in module.modules()) == 4
-    assert not any(b.recompute_selective for b in blocks(module))
-
-
-def test_a_list_of_blocks_that_take_keywords_and_return_tuples():
-    torch.manual_seed(0)
-    workload = Workload(Listed(), None, lambda out, _: out.square().sum())
-    x = torch.randn(3, 4)
-    reference = [g.clone() for g in gradients(workload, x, x)[0]]
-    recompute(workload.module, "block")
-    assert same(reference, gradients(workload, x, x)[0])
-    with pytest.raises(BadInput, match=r"one by one \(nn.ModuleList\).*take block or selective"):
-        recompute(workload.module, "segments:2")
-
-
 # -- which blocks
-
-
-def test_blocks_and_stages_of_the_courses_models():
-    with torch.device("meta"):
-        net = large_models.ResNet()
-    assert len(blocks(net)) == 50
-    assert [len(s) for s in stages(net)] == [3, 8, 36, 3]
-    assert segments(net, "stage") == [(0, 3, True), (3, 11, True), (11, 47, True), (47, 50, True)]
-    assert [type(b).__name__ for b in blocks(bert(SHAPE, 16).module)] == ["BertLayer"] * 4
-    assert len(blocks(models.mlp().module)) == 5  # plain layers
-
-
-def test_several_chains_share_the_segments():
-    module = Layers(2, 6)
-    assert segments(module, "segments:4") == [(0, 2, True), (2, 4, True), (4, 6, True), (6, 8, True)]
-    assert segments(module, "segments:4:keep_last")[-1] == (6, 8, False)
-    assert [len(s) for s in stages(module)] == [2, 6]
-    workload = Workload(module, None, lambda out, _: out.sum())
-    x = torch.randn(3, 4)
-    reference = [g.clone() for g in gradients(workload, x, x)[0]]
-    for policy in ("segments:4", "stage", "block"):
-        recompute(module, policy)
-        assert same(reference, gradients(workload, x, x)[0])
 
 
 def test_segment_bounds():

@@ -20,7 +20,7 @@ from labs import start
 from labs.kit import requirements
 
 ROOT = Path(__file__).parents[1]
-PIN = next(line[7:] for line in requirements.project()["project"]["dependencies"] if line.startswith("torch=="))
+PIN = requirements.tested()
 PAGE = (ROOT / "docs" / "INSTALL.md").read_text("utf-8")
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 
 from labs.common import data
 from labs.common.data import derived
-from labs.common.data import tiles as module
 from labs.common.data.tiles import box, tiles
 from labs.kit.errors import BadInput
 
@@ -46,25 +45,11 @@ def test_tiles_are_jpeg_crops_of_the_photo_that_is_their_label(tmp_path):
             assert np.abs(np.asarray(tile, float) - np.asarray(crop, float)).mean() < 8
 
 
-def test_boxes_lie_in_the_photo_and_reach_its_edges():
-    boxes = np.array([box(i, (66, 50), SIZE, seed=0) for i in range(200)])
-    assert boxes[:, :2].min() == 0 and boxes[:, 2].max() == 66 and boxes[:, 3].max() == 50
-    assert box(0, SIZE, SIZE, seed=3) == (0, 0, *SIZE)
-
-
 def test_bytes_depend_on_the_seed_and_the_number_of_the_tile_only(tmp_path):
     first = contents(small(tmp_path / "a"))
     assert contents(small(tmp_path / "b")) == first
     assert contents(small(tmp_path / "a", 5)) == first[:5]
     assert not set(contents(small(tmp_path / "a", seed=1))) & set(first)
-
-
-def test_tiles_are_cut_once_and_progress_is_told(tmp_path, monkeypatch):
-    heard = Heard()
-    first = small(tmp_path, progress=heard)
-    assert heard == [(i, 12) for i in range(1, 13)]
-    monkeypatch.setattr(module, "_cut", lambda *_: pytest.fail("cut again"))
-    assert small(tmp_path, progress=heard) == first and len(heard) == 12
 
 
 def flip_a_byte(found):
@@ -166,12 +151,6 @@ def test_bad_input_is_one_line(tmp_path, arguments, says):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_cache_that_cannot_be_made_is_one_line_with_the_remedy(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(data.DataError, match=r"^cannot write to .*file \(.*\): set GPU_COURSE_CACHE to a folder .*\.$"):
-        small(tmp_path / "file")
-
-
 @pytest.mark.drill
 def test_a_full_disk_is_one_line_with_the_remedy_and_leaves_nothing(tmp_path, monkeypatch):
     def full(path, content):
@@ -181,20 +160,3 @@ def test_a_full_disk_is_one_line_with_the_remedy_and_leaves_nothing(tmp_path, mo
     with pytest.raises(data.DataError, match=r"^cannot write to .*No space left on device\): free some space, or set"):
         small(tmp_path)
     assert names(tmp_path) == {".lock"}
-
-
-def test_the_cache_is_where_the_learner_wants_it_or_where_git_ignores_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("GPU_COURSE_CACHE", str(tmp_path / "chosen"))
-    assert tiles(2, SIZE, progress=Heard()).folder.parent == tmp_path / "chosen" / "tiles"
-    monkeypatch.delenv("GPU_COURSE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
-    monkeypatch.setattr(derived, "REPOSITORY", tmp_path)
-    assert derived.cache_folder() == tmp_path / "users" / "gpu-training-course"  # installed, no repository
-    (tmp_path / "pyproject.toml").write_text("")
-    assert derived.cache_folder() == tmp_path / ".cache"
-
-
-def test_paths_are_sorted_and_are_all_images_there_are(tmp_path):
-    found = small(tmp_path)
-    assert list(found.paths) == sorted(found.folder.glob("*.jpg")) and found.folder.parent == tmp_path
-    assert [int(p.stem.rpartition("_")[2]) for p in found.paths] == list(found.labels)

@@ -86,15 +86,6 @@ def test_synchronisation_is_a_difference_of_pairs():
     assert negative["sync_s"].value == 0.0 and negative["sync_s"].low < 0
 
 
-def test_a_warm_up_that_never_settled_says_so():
-    assert "not steady within 3 steps" in timing.report(records(settled=False))["warm_up"]
-
-
-def test_a_known_datasheet_peak_gives_a_second_utilisation():
-    published = Record("timing", "datasheet_flop_s", "FLOP/s", (500.0,), "published")
-    assert timing.report(Records([*records(), published]))["mfu_datasheet"].value == pytest.approx(0.1)
-
-
 def test_predict_by_hand():
     assert timing.predict(first_s=21.0, steady_s=1.0, data_s=0.5, steps=10) == pytest.approx(
         {"as printed": 3.4, "data outside": 0.0, "synchronise": 3.0, "warm up": 1.0, "median of steps": 1.0}
@@ -135,19 +126,6 @@ def test_flops_are_counted_on_a_real_pass_where_meta_cannot_be():
 def test_a_model_of_ones_own_gets_the_report_and_not_the_articles_loop():
     run = launch("timing", nproc=2, model=f"{__name__}:own", batch_size=16, smoke=True, oversubscribe=True)
     assert not run.where("answer_s") and run.one("samples_per_s").value > 0
-
-
-def test_fast_steps_are_timed_several_at_a_time():
-    assert timing.steps_per_sample([9.0, 0.3, 0.3], least_s=1.0) == 4
-    assert timing.steps_per_sample([5.0], least_s=1.0) == 1
-    assert timing.steps_per_sample([1e-6], least_s=1.0) == 100
-
-
-def test_the_loop_runs_when_asked_for():
-    assert timing.Config().loop_repeats == 6 and timing.Config(smoke=True).loop_repeats == 1
-    own = "labs.common.models:mlp"
-    assert timing.Config(model=own).loop_repeats == 0 and timing.Config(model=own, repeats=3).loop_repeats == 3
-    assert timing.Config(repeats=0, smoke=True).loop_repeats == 0
 
 
 # -- bad input
@@ -223,20 +201,6 @@ def test_a_factory_that_cannot_be_timed_is_refused_in_one_line(factory, monkeypa
     with pytest.raises(BadInput, match=FACTORIES[factory]) as e:
         launch("timing", nproc=2, model=f"{__name__}:{factory}", oversubscribe=True)
     assert "\n" not in str(e.value)
-
-
-def test_the_time_limit_leaves_others_alarms_alone():
-    import signal
-
-    old = signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    before = signal.setitimer(signal.ITIMER_REAL, 300.0)
-    try:
-        models.build("mlp")
-        assert 250 < signal.getitimer(signal.ITIMER_REAL)[0] <= 300
-        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *before)
-        signal.signal(signal.SIGALRM, old)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,11 @@ from processes import is_backstage
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from labs import tune_dataloader as lab
-from labs.chapters.nb02 import figures
 from labs.common.loading.feed import Feed, expected
-from labs.kit import plot
-from labs.kit.check import Prediction
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.measure import Estimate
-from labs.kit.record import Record, Records
 from labs.tune_dataloader import rules
-from labs.tune_dataloader.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
+from labs.tune_dataloader.bench import MODEL, Bench, Evidence, Turn
 from labs.tune_dataloader.report import Tuning
 from labs.tune_dataloader.rules import Setting
 from labs.tune_dataloader.search import search, tune_dataloader, untried
@@ -30,14 +25,6 @@ CPU = torch.device("cpu")
 
 
 # -- decisions, on rates in samples per second
-
-
-def test_settings_are_ordered_by_cost_and_name_what_differs_from_the_default():
-    settings = [Setting(0), Setting(1), Setting(2), Setting(2, 8), Setting(4, 1), Setting(4)]
-    assert sorted(random.Random(0).sample(settings, 6)) == settings
-    assert Setting(0).options == {"num_workers": 0} == Setting(0, 4).options
-    assert Setting(2).options == {"num_workers": 2} and str(Setting(2)) == "num_workers=2"
-    assert str(Setting(2, 8)) == "num_workers=2, prefetch_factor=8"
 
 
 @pytest.mark.parametrize(
@@ -82,11 +69,6 @@ def test_when_more_workers_cannot_help(loaders, reason):
 )
 def test_who_is_compared(model, loaders, workers):
     assert rules.finalists(model, loaders) == workers
-
-
-def test_what_alone_rates_promise():
-    assert rules.cheapest_expected(100, {0: 400, 1: 98, 2: 196}) == 1  # 80, 98, 100
-    assert rules.cheapest_expected(100, {0: 400, 1: 90, 2: 196}) == 2
 
 
 @pytest.mark.parametrize(
@@ -134,18 +116,6 @@ ZERO, ONE, TWO, FOUR = Setting(0), Setting(1), Setting(2), Setting(4)
 def test_the_cheapest_that_may_be_as_good_is_taken(rates, setting, sure):
     found = rules.cheapest(rates)
     assert (found.setting, found.sure) == (setting, sure)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "name"),
-    [
-        (Estimate(0.5, 0.4, 0.6, 6), "loader"),
-        (Estimate(2.0, 1.9, 2.1, 6), "model"),
-        (Estimate(0.9, 0.8, 1.01, 6), "neither by more than noise"),
-    ],
-)
-def test_what_limits(ratio, name):
-    assert rules.limit(ratio) == name
 
 
 @pytest.mark.parametrize(
@@ -230,29 +200,6 @@ def test_workers_that_share_cores_with_the_model_are_judged_together():
     assert "they share cores" in str(found)
 
 
-def test_no_more_workers_than_can_help_are_tried():
-    bench = Simulated(100, each(60))
-    tuned(bench)
-    assert bench.evidence.loaders().keys() == {0, 1, 2, 4}
-    bench = Simulated(100, each(20_000))
-    tuned(bench)
-    assert {s for _, s in (t.arm for t in bench.evidence)} == {None, ZERO} and len(bench.evidence) < 14
-
-
-def test_more_than_the_loader_alone_asked_for_are_tried_while_they_help():
-    """Two workers are fast enough alone, but the model still waits, and less so with each doubling."""
-    together = {1: 55, 2: 70, 4: 80, 8: 90}
-    bench = Simulated(100, lambda w: {0: 60, 1: 70, 2: 140}[w], lambda s: together.get(s.workers, 37))
-    bench.loader = lambda w: {0: 60, 1: 70, 2: 140}.get(w, 70 * w)
-    assert tuned(bench).choice.setting == Setting(8)
-
-
-@pytest.mark.parametrize(("most", "capped"), [(2, True), (4, False), (0, True)])
-def test_a_search_that_ended_at_the_limit_says_so(most, capped):
-    found = tuned(Simulated(200, lambda w: 60 * min(max(1, w), 4) if w else 60), most)
-    assert found.capped is capped and ("raise max_workers" in str(found)) is capped
-
-
 def test_bursts_are_met_with_a_deeper_queue_and_nothing_else_is():
     together = {(2, 2): 80, (2, 4): 90, (2, 8): 99, (4, 2): 85, (4, 4): 85, (4, 8): 85}
     shares = {"bursty": [Setting(2), Setting(4)]}
@@ -288,19 +235,6 @@ def test_what_is_chosen_has_95_percent_of_the_best_rate(noise, lost, unsure):
     assert doubts <= 100 * unsure and searched / 100 < 25
 
 
-def test_settings_that_do_not_differ_are_not_told_apart():
-    found = [tuned(Simulated(1000, lambda w: 100, lambda s: 95, noise=0.05, seed=seed)) for seed in range(20)]
-    assert sum(f.choice.setting in (ZERO, ONE) for f in found) >= 16
-    assert sum("no difference that this run can show" in str(f) for f in found) >= 15
-
-
-def test_a_noisy_machine_ends_in_doubt_not_in_a_long_search():
-    bench = Simulated(1000, lambda w: 100 * min(max(1, w), 2), noise=0.3, seed=2)
-    found = tuned(bench)
-    assert not found.choice.sure and "Not sure (too much noise)" in str(found)
-    assert len(bench.evidence) < 12 + 5 * 4 * MOST_ROUNDS
-
-
 @pytest.mark.parametrize("budget_s", [0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 15.0])
 def test_no_turn_begins_when_the_budget_is_spent(budget_s):
     bench = Simulated(200, each(60), budget_s=budget_s, noise=0.02)
@@ -312,14 +246,6 @@ def test_no_turn_begins_when_the_budget_is_spent(budget_s):
         assert "Not sure" in str(found) and "aise budget_s" in str(found)
 
 
-@pytest.mark.parametrize("turns", range(3, 24))
-def test_whenever_the_time_is_over_there_is_a_report(turns):
-    """The loader alone with the chosen workers comes last, and there may be no time for it."""
-    found = tuned(Simulated(1000, each(20), lambda s: 20 * max(1, s.workers), turn_s=1.0, budget_s=turns), most=64)
-    if not found.evidence.of(("loader", found.choice.setting)):
-        assert str(found).endswith("What limits was not measured: raise budget_s. Next: raise budget_s.")
-
-
 def test_to_hand_over_is_blamed_only_where_a_worker_brings_far_less():
     """A worker as fast as the process itself shows that handing over costs nothing."""
     found = tuned(Simulated(1000, each(50), turn_s=1.0, budget_s=3))
@@ -329,57 +255,11 @@ def test_to_hand_over_is_blamed_only_where_a_worker_brings_far_less():
     assert far.choice.setting.workers == 0 and "Next: to hand a batch over costs more" in str(far)
 
 
-def test_without_permission_for_workers_none_is_said_to_have_helped():
-    told = str(tuned(Simulated(100, each(50)), most=0))
-    assert "No other was tried" in told and "None were tried" in told and "still helped" not in told
-
-
-def test_a_search_that_ends_before_anything_was_compared_has_a_figure(monkeypatch):
-    shown = []
-    monkeypatch.setattr(figures, "show", lambda fig, alt: shown.append(alt))
-    monkeypatch.setattr(figures, "say", shown.append)
-    found = tuned(Simulated(200, each(60), budget_s=0.1))
-    assert not found.records.where(way="both together") and not found.choice.sure
-    figures.tuning_figure(found, Prediction(found.choice.setting.workers, "workers"))
-    assert "The search settled on" in shown[0]
-
-
-def test_rounds_end_when_their_share_of_the_budget_is_spent():
-    bench = Simulated(200, each(60), budget_s=4.0, turn_s=0.25)
-    bench.in_turn([MODEL, ("loader", ONE)], lambda: False, share=0.4)
-    assert bench.clock == 2.0 and bench.round == 4, "the round that was begun is completed"
-    bench.in_turn([MODEL], lambda: False)
-    assert bench.round == 4 + MOST_ROUNDS
-    bench.in_turn([MODEL], lambda: True, fewest=0)
-    assert bench.round == 4 + MOST_ROUNDS
-
-
 # -- what is told
 
 
 def report(**kwargs):
     return tuned(Simulated(200, each(60), noise=0.01, **kwargs))
-
-
-def test_the_table_holds_every_way_and_setting_with_its_interval():
-    found = report()
-    table = found.table
-    assert list(table.columns) == ["way", "setting", "samples_per_s", "low", "high", "n", "wait_share"]
-    assert (table.low <= table.samples_per_s).all() and (table.samples_per_s <= table.high).all()
-    assert set(table.way) == {"model alone", "loader alone", "both together"}
-    assert (table.wait_share.notna() == (table.way == "both together")).all()
-    chosen = table[(table.way == "both together") & (table.setting == "num_workers=4")]
-    assert chosen.samples_per_s.item() == pytest.approx(196, rel=0.02)
-    assert {r.kind for r in found.records} == {"measured"} and found.records.provenance
-
-
-def test_the_figure_shows_all_settings():
-    fig = report().figure()
-    assert len(plot.to_png(fig)) > 3000 and plot.kinds_in(fig) == {"measured"}
-    assert [t.get_text() for t in fig.axes[0].get_xticklabels()] == ["0", "1", "2", "4", "8"]
-    assert fig._suptitle.get_text() == "num_workers=4 is enough"
-    slow = tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))).figure()
-    assert slow._suptitle.get_text().endswith("is best, and the model still waits")
 
 
 # -- real datasets and workers
@@ -510,18 +390,6 @@ def test_bad_input_is_one_line(change, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-class FailsInWorkers(Waiting):
-    def __getitem__(self, index):
-        if torch.utils.data.get_worker_info():
-            raise ValueError(f"item {index} is damaged")
-        return super().__getitem__(index)
-
-
-def test_what_a_worker_raises_is_one_line_too():
-    with pytest.raises(BadInput, match=r"^loading a batch raised ValueError: item \d+ is damaged$"):
-        tune_dataloader(FailsInWorkers(0.005), lambda batch: None, batch_size=4, max_workers=2, budget_s=5)
-
-
 @pytest.mark.drill
 def test_an_interrupt_leaves_no_worker():
     calls = []
@@ -536,53 +404,6 @@ def test_an_interrupt_leaves_no_worker():
 
 
 # -- the lab
-
-
-def test_verdicts_put_the_share_of_rate_beside_that_of_time():
-    def record(metric, samples, **case):
-        return Record("tune_dataloader", metric, "", samples, case={"workload": "tiny", **case})
-
-    rows = lab.verdicts(
-        Records(
-            [
-                record("tuned_workers", [2], limit="loader"),
-                record("share_of_best", [0.97, 0.99, 0.98]),
-                record("search_s", [2.0], by="tuner"),
-                record("search_s", [8.0], by="sweep"),
-                record("rate_per_s", [9.0, 9.1], by="tuned", workers=2, prefetch=2),
-                record("rate_per_s", [9.2, 9.1], by="best", workers=4, prefetch=2),
-            ]
-        )
-    )
-    assert (rows[0]["best"], rows[0]["same"]) == ("num_workers=4", False)
-    assert rows[0]["share_of_best"].value == 0.98 and rows[0]["share_of_time"] == 0.25
-    assert (rows[0]["workload"], rows[0]["workers"], rows[0]["limit"]) == ("tiny", 2, "loader")
-
-
-def test_the_sweep_has_every_combination_once():
-    assert lab.settings(lab.Config(workers=(0, 2), prefetch=(1, 4))) == [Setting(0), Setting(2, 1), Setting(2, 4)]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"workers": ()}, "must each hold something"),
-        ({"workers": (-1,)}, "workers must not be negative: -1"),
-        ({"prefetch": (0,)}, "prefetch must be at least 1, not 0"),
-        ({"checks": 0}, "rounds and checks must be at least 1"),
-        ({"rounds": 0}, "rounds and checks must be at least 1"),
-        ({"budget_s": 0.0}, "budget_s must be"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"item_s": -1.0}, "item_s must not be negative"),
-        ({"dataset": "nothing"}, "must be package.module:factory"),
-        ({"dataset": "test_tuning:nothing"}, "has no attribute 'nothing'"),
-        ({"dataset": "no_such_module:factory"}, "cannot be imported"),
-    ],
-)
-def test_a_bad_value_of_the_lab_is_one_line(change, message):
-    with pytest.raises(BadInput, match=message) as error:
-        lab.check_layout(lab.Config(**change), 1)
-    assert "\n" not in str(error.value)
 
 
 def test_smoke_run_of_the_lab():
@@ -632,17 +453,5 @@ def test_items_of_different_sizes_need_the_collate_fn_of_their_loader():
     assert "[rank 0] num_workers=" in run.printed
 
 
-def two_things():
-    return "dataset", "step"
-
-
 def raises():
     raise OSError("no such bucket")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("two_things", "must return"), ("raises", "raised OSError: no such bucket")]
-)
-def test_a_factory_that_cannot_be_used_is_one_line(name, message):
-    with pytest.raises(BadInput, match=message):
-        launch("tune_dataloader", nproc=1, dataset=f"test_tuning:{name}")

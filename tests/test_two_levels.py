@@ -22,7 +22,6 @@ from labs.two_levels import two_levels as levels
 from labs.two_levels.two_levels import Nodes
 
 STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
-NOISY = (0.5, 1.6, 0.7, 1.4, 0.6, 1.5)
 paces = pytest.mark.skipif(not wire.can_pace(), reason="this system cannot pace a connection")
 
 

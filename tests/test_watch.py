@@ -16,7 +16,6 @@ import pytest
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs.hang_clinic.hangs import HANGS as HANGS_OF_THE_LAB
-from labs.kit.errors import BadInput
 from labs.kit.place import Place
 from labs.watch import __main__ as watch
 from labs.watch import evidence, movement
@@ -429,13 +428,6 @@ def test_what_the_user_says_of_the_recorder_is_kept(tmp_path, monkeypatch, given
     assert os.environ.get(evidence.BUFFER) == then
 
 
-def test_a_rate_needs_two_looks(monkeypatch):
-    clock = iter([10.0, 12.0, 12.0])
-    monkeypatch.setattr(movement.time, "monotonic", lambda: next(clock))
-    looked = Movement()
-    assert [looked._rate("x", v) for v in (5.0, 9.0, 9.0)] == [0.0, 2.0, 0.0]
-
-
 @pytest.mark.parametrize(("status", "spins"), [(("7", "6"), True), (("7", "7"), False)])
 def test_spinning_for_nccl_is_no_work(monkeypatch, status, spins):
     """No GPU: what torch's recorder of NCCL says is made."""
@@ -531,11 +523,6 @@ def test_a_rank_knows_its_place(environ, place, neighbours):
     assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
     alone = environ.keys() == {"RANK", "WORLD_SIZE"}
     assert Place.of(environ, one_machine=False) == (Place(1, 3, machine=1) if alone else place)
-
-
-def test_a_list_of_ranks_that_is_none_is_one_line():
-    with pytest.raises(BadInput, match=r"SLURM_GTIDS=4-7 .* is no list of ranks"):
-        Place.of({**BY_SRUN, "SLURM_GTIDS": "4-7"}, one_machine=True)
 
 
 def test_ranks_whose_launcher_names_no_store_know_nothing_of_each_other(monkeypatch):

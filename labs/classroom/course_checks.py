@@ -21,7 +21,7 @@ from labs.kit.preflight import Check
 
 NAMES_SHOWN = 3
 GIT_LIMIT_S = 5.0
-INSTALL = "python -m pip install -c constraints.txt -e ."
+INSTALL = "python -m pip install -c constraints.txt -e '.[course]'"
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ def packages(root: Path) -> Packages:
     lines = (root / "constraints.txt").read_text("utf-8").splitlines()
     tested = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
-    needed = frozenset(re.match(r"[\w.-]+", line)[0] for line in project["project"]["dependencies"])
-    needed -= {*project.get("tool", {}).get("course", {}).get("tests", ())}
+    lines = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["course"]
+    needed = frozenset(re.match(r"[\w.-]+", line)[0] for line in lines)
     return Packages(tested, {name: version(name) for name in {*tested, *needed}}, needed)
 
 

@@ -50,7 +50,7 @@ from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, did_you_mean, naming, require
 from labs.kit.place import Place
 
-PROG = "python -m labs.doctor"
+PROG = "train-doctor" if Path(sys.argv[0]).name == "train-doctor" else "python -m labs.doctor"
 MOST_STEPS = 10_000
 NO_TERMINAL = os.strerror(errno.ENOTTY)
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import socket
 import sys
 import threading
@@ -114,12 +113,11 @@ def gather(require_gpus: int = 0) -> Facts:
 
 
 def _torch_pin() -> str | None:
-    """The torch version this project asks for; None if the project is not installed as a package."""
+    """The torch that the course was tested with; None where labs was installed without its repository."""
     try:
-        wanted = importlib.metadata.requires(PROJECT) or []
-    except importlib.metadata.PackageNotFoundError:
+        return requirements.tested()
+    except FileNotFoundError:
         return None
-    return next((m[1] for line in wanted if (m := re.match(r"torch==([\w.]+)", line))), None)
 
 
 def _port_problem() -> str | None:

@@ -45,6 +45,12 @@ def _by_its_own_file(name: str) -> str | None:
     return found[1] if found else None
 
 
+def tested(root: Path = ROOT) -> str:
+    """The torch that constraints.txt names. FileNotFoundError where labs was installed without its repository."""
+    lines = (root / "constraints.txt").read_text("utf-8").splitlines()
+    return next(line for line in lines if line.startswith("torch==")).removeprefix("torch==")
+
+
 def torch_problem(version: str | None, root: Path = ROOT) -> str:
     """Why this torch cannot be used, in one line that names the fix; "" if it can, or if nobody knows."""
     try:
@@ -55,9 +61,8 @@ def torch_problem(version: str | None, root: Path = ROOT) -> str:
         return "torch is not installed in this Python: run `make lab`, which installs it"
     oldest = found["tool"]["course"]["oldest-torch"]
     if numbers(version) < numbers(oldest):
-        pin = next(line for line in found["project"]["dependencies"] if line.startswith("torch=="))
         return (
             f"torch {version} is older than {oldest}, the oldest that the course can use: take a newer image of "
-            f"this machine, or run `python -m pip install {pin}`"
+            f"this machine, or run `python -m pip install torch=={tested(root)}`"
         )
     return ""

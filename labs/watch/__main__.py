@@ -39,7 +39,7 @@ from labs.watch import evidence
 from labs.watch.diagnosis import diagnose
 from labs.watch.watchman import Watchman
 
-PROG = "python -m labs.watch"
+PROG = "train-watch" if Path(sys.argv[0]).name == "train-watch" else "python -m labs.watch"
 PATIENCE_S = 60.0
 
 
