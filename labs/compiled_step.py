@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.common import models
-from labs.kit import cli, measure
+from labs.kit import _compat, cli, measure
+from labs.kit._compat import TorchDispatchMode
 from labs.kit.errors import require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
@@ -98,9 +98,7 @@ def block() -> models.Workload:
 def cannot_compile(device: torch.device) -> str:
     """Why torch.compile's default backend cannot work here, in one line; "" if nothing speaks against it."""
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        if not has_triton():
+        if not _compat.has_triton():
             return "torch.compile needs Triton for this GPU, and it is not installed or does not support it"
         compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")  # as Triton looks for it
         if not shutil.which(compiler):
@@ -174,12 +172,12 @@ def _steps(config: Config, rank: Rank) -> Iterator[Record]:
     try:
         for done, cache in enumerate(("empty", "full"), 1):
             rank.progress(done, 3, f"first compiled step, cache {cache}")
-            torch._dynamo.reset()  # forgets what this process compiled; what lies in the cache stays
+            torch.compiler.reset()  # forgets what this process compiled; what lies in the cache stays
             compiled = torch.compile(eager, backend=backend)
             [first] = measure.time_steps(lambda c=compiled: train_step(workload, c, x, y), 1, rank.device)
             yield rank.record("first_step_s", "s", first, rank=0, cache=cache, backend=backend)
             written = written or list(codes)  # what the cache holds is handed over a second time
-    except torch._dynamo.exc.BackendCompilerFailed as e:
+    except _compat.CompilerFailed as e:
         yield rank.record("not_possible", "1", 1.0, rank=0, why=" ".join(str(e).split())[:300])
         return
 
@@ -204,14 +202,12 @@ def _steps(config: Config, rank: Rank) -> Iterator[Record]:
 def import_compiler(codes: list[str]) -> float:
     """Seconds to import dynamo and inductor, which `import torch` does not. `codes` will get what inductor writes."""
     begin = time.perf_counter()
-    import torch._dynamo
-    import torch._inductor.compile_fx  # noqa: F401
-    from torch._inductor import config as inductor
-    from torch._inductor.graph import GraphLowering
-
+    _compat.preload_dynamo()
+    inductor, graph_lowering = _compat.inductor_config, _compat.GraphLowering
+    _ = _compat.compile_fx
     seconds = time.perf_counter() - begin
     inductor.compile_threads = 1  # no pool of workers, which would outlive the step; g++ runs beside us, one at a time
-    GraphLowering.save_output_code = codes.append  # torch's own hook for it: it does nothing by itself
+    graph_lowering.save_output_code = codes.append  # torch's own hook for it: it does nothing by itself
     return seconds
 
 
@@ -305,12 +301,10 @@ HABITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def breaks(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, int, list[str]]:
     """(graphs, breaks, why each) of a function of tensors, as dynamo cuts it. Nothing is compiled to machine code."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # what it would warn of is returned
+    torch.compiler.reset()
+    logging.getLogger(_compat.DYNAMO).setLevel(logging.ERROR)  # what it would warn of is returned
     with contextlib.redirect_stdout(io.StringIO()):
-        found = torch._dynamo.explain(forward)(*inputs)
+        found = _compat.dynamo.explain(forward)(*inputs)
     return found.graph_count, found.graph_break_count, [r.reason.strip().split("\n")[0] for r in found.break_reasons]
 
 
@@ -322,10 +316,8 @@ def _breaks(rank: Rank) -> Iterator[Record]:
 
 def graphs_after(sizes: list[int], dynamic: bool | None) -> list[int]:
     """How many graphs have been made after a step of each batch size: a new one is a new compilation."""
-    import torch._dynamo
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
+    torch.compiler.reset()
+    counters = _compat.compile_counters
     counters.clear()
     compiled, w, made = torch.compile(plain, backend="eager", dynamic=dynamic), torch.randn(4, 4), []
     for size in sizes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labs.common.activation_memory.allocator import Live, Storages
 from labs.common.memory.bert_memory import LAYER, layer_bytes
 from labs.common.memory.recomputation import recompute
 from labs.common.memory.saved_tensors import CudaRules
 from labs.common.models.large_models import BertLayer, BertShape
+from labs.kit._compat import FakeTensorMode
 
 ROWS = 64  # so many that activations outweigh the gradients of parameters, which the difference of two batches drops
 

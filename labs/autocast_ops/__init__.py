@@ -17,13 +17,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labs.autocast_ops import autocast_rules
 from labs.common import models
 from labs.common.precision import amp
 from labs.common.timing.probing import supported
+from labs.kit._compat import TorchDispatchMode, tree_leaves
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records

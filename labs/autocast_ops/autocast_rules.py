@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+
+from labs.kit._compat import FakeTensorMode
 
 LOWERED, RAISED, FOLLOWS = "cast to 16 bits", "cast to FP32", "no rule: as its input"
 DEVICES = ("cpu", "cuda")

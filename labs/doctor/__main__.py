@@ -54,7 +54,7 @@ PROG = "train-doctor" if Path(sys.argv[0]).name == "train-doctor" else "python -
 MOST_STEPS = 10_000
 NO_TERMINAL = os.strerror(errno.ENOTTY)
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
-"""In the errors of torch._inductor and of Triton."""
+"""In the errors of inductor and of Triton."""
 
 
 @dataclass(frozen=True)

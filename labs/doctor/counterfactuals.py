@@ -19,7 +19,7 @@ from labs.doctor.hooks import Hooks, length
 from labs.doctor.kept import free_on_host
 from labs.doctor.loader_alone import MoreWorkers, PinnedMemory
 from labs.doctor.turns import Mode, Trial
-from labs.kit import host
+from labs.kit import _compat, host
 
 FEW_PARAMETERS = 8
 """An optimizer of fewer tensors has no loop to speak of."""
@@ -316,12 +316,10 @@ class FusedOptimizer(Counterfactual):
             return Gone("it is fused")
         if not able:
             return "torch has no fused form of " + ", ".join(type(o).__name__ for o in hooks.optimizers.values())
-        from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as devices
-
         parameters = [p for o in able for g in o.param_groups for p in g["params"]]
         if len(parameters) < FEW_PARAMETERS:
             return "it has few parameters to go through"
-        if any(p.device.type not in devices() or not p.is_floating_point() for p in parameters):
+        if any(p.device.type not in _compat.fused_optimizer_devices() or not p.is_floating_point() for p in parameters):
             return "its parameters are not all floating point numbers on a device with fused kernels"
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             return "its gradients are sparse"
@@ -444,7 +442,7 @@ def _cast(tree: Any, of: tuple, to: Any, torch: Any) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(to) if isinstance(leaf, torch.Tensor) and leaf.dtype in of else leaf
 
-    return torch.utils._pytree.tree_map(cast, tree)
+    return _compat.tree_map(cast, tree)
 
 
 class LargerBatch(Counterfactual):
@@ -528,8 +526,7 @@ class Compiled(Counterfactual):
         return "" if hooks.called else "no forward of a model was seen"
 
     def enter(self, hooks: Hooks) -> None:
-        from torch._dynamo.external_utils import wrap_inline  # without it torch's own modules are not traced
-
+        wrap_inline = _compat.wrap_inline  # without it torch's own modules are not traced
         self.calls = self.calls or {
             key: hooks.torch.compile(wrap_inline(hooks.roots[key]._call_impl)) for key in hooks.called
         }

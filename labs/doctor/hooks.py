@@ -34,6 +34,7 @@ from typing import Any
 from labs.doctor import trainers
 from labs.doctor.causes import PARTS
 from labs.doctor.facts import KINDS, Facts, Line, Loader
+from labs.kit import _compat
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 COPIES = ("to", "cuda")
@@ -281,10 +282,9 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._dynamo_knows:
                 self._dynamo_knows = True
-                from torch._dynamo import callback, disable, trace_rules
-
-                trace_rules.add("labs.doctor")  # nothing here is ever traced,
-                self._end_step = disable(self._end_step)  # nor what is called from here
+                callback = _compat.dynamo_callback
+                _compat.dynamo_trace_rules.add("labs.doctor")  # nothing here is ever traced,
+                self._end_step = _compat.dynamo_disable(self._end_step)  # nor what is called from here
                 callback.on_compile_start(self._trace_begins)
                 callback.on_compile_end(self.put_on)
                 self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
@@ -804,12 +804,12 @@ def _put_back(holder: dict, name: str, value: Any) -> None:
 
 
 def _leaves(tree: Any, torch: Any) -> list[Any]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any, torch: Any) -> Any:
     """The same structure of new lists, tuples and dicts, its tensors changed."""
-    return torch.utils._pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return _compat.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _own_copy(value: Any) -> Any:

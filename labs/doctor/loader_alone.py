@@ -15,7 +15,7 @@ from typing import Any
 
 from labs.doctor.facts import Facts, Gone
 from labs.doctor.hooks import Hooks, length
-from labs.kit import host
+from labs.kit import _compat, host
 
 MOST_ROUNDS = 6
 MEASURED_S = 0.15
@@ -148,5 +148,5 @@ class PinnedMemory:
 
 
 def _on_host(hooks: Hooks) -> list[Any]:
-    leaves = hooks.torch.utils._pytree.tree_leaves(hooks.last_batch())
+    leaves = _compat.tree_leaves(hooks.last_batch())
     return [t for t in leaves if isinstance(t, hooks.torch.Tensor) and t.device.type == "cpu"]

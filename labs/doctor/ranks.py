@@ -8,6 +8,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from labs.kit import _compat
+
 PATIENCE = timedelta(seconds=60)
 PATIENCE_UNTOLD = timedelta(seconds=20)
 """With ranks that nothing has told of: they have ended the same step, if they take part in this at all."""
@@ -46,7 +48,7 @@ class Ranks:
 
     def _store(self) -> Any:
         self.rank, self.ranks = (0, 1) if self.alone else group() or (0, 1)
-        return None if self.ranks == 1 else sys.modules["torch.distributed"].distributed_c10d._get_default_store()
+        return None if self.ranks == 1 else _compat.default_store()
 
     def first_says(self, words: str) -> str:
         """Rank 0's words."""

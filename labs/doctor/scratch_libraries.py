@@ -15,6 +15,7 @@ from unittest import mock
 
 from labs.doctor.scratch_room import Room
 from labs.doctor.true_files import true
+from labs.kit import _compat
 
 if TYPE_CHECKING:
     from labs.doctor.scratch import Scratch
@@ -89,8 +90,8 @@ def _teach_torch(scratch: Scratch) -> None:
     import torch.autograd.profiler
 
     anew = functools.partial(scratch.to_write, keep=False)
-    _lead(scratch, torch._C, "PyTorchFileWriter", 0, anew)
-    _lead(scratch, torch._C, "PyTorchFileReader", 0, scratch.to_read)
+    _lead(scratch, _compat.extension, "PyTorchFileWriter", 0, anew)
+    _lead(scratch, _compat.extension, "PyTorchFileReader", 0, scratch.to_read)
     _map(scratch, torch.UntypedStorage)
     _map(scratch, torch)
     _lead(scratch, torch.jit.RecursiveScriptModule, "save", 1, anew)

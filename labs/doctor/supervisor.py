@@ -353,7 +353,7 @@ def stood(text: str, script: str) -> str:
 
 
 def inductor_cache() -> str:
-    """Where torch.compile keeps what it has compiled, if nothing else is said: as torch._inductor has it."""
+    """Where torch.compile keeps what it has compiled, if nothing else is said: as inductor has it."""
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # a container that does not know its user

@@ -27,6 +27,7 @@ from labs.doctor.facts import AS_IS, Facts, Gone, not_reached, rare_kinds
 from labs.doctor.hooks import Hooks
 from labs.doctor.kept import Found, Kept
 from labs.doctor.ranks import Apart, Ranks
+from labs.kit import _compat
 
 WARM_UP = 5
 MOST_WARM_UP = 40
@@ -138,20 +139,14 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
     facts.stage = "done"
 
 
-def compiled_graphs() -> int:
-    """How many graphs torch.compile has made so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
-
-
 def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
     graphs, quiet = -1, 0
     for i in range(MOST_WARM_UP):
         yield
         if i == 0:
             ranks.look()
-        quiet = quiet + 1 if compiled_graphs() == graphs and (hooks.called or not hooks.looking) else 0
-        graphs = compiled_graphs()
+        quiet = quiet + 1 if _compat.compiled_graphs() == graphs and (hooks.called or not hooks.looking) else 0
+        graphs = _compat.compiled_graphs()
         if all(ranks.each_says(quiet >= WARM_UP - 1)):
             return
 
@@ -161,7 +156,7 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
 
     More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
     """
-    hooks.recording, hooks.spans.calls, graphs = True, 0, [compiled_graphs()]
+    hooks.recording, hooks.spans.calls, graphs = True, 0, [_compat.compiled_graphs()]
     backwards, samples = [], []
     done, wanted = 0, steps
     while done < wanted:
@@ -172,7 +167,7 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
             facts.spans_s.setdefault(kind, []).append(s)
         for kind, s in hooks.device_seconds().items():
             facts.device_s.setdefault(kind, []).append(s)
-        backwards.append(hooks.backwards), samples.append(hooks.samples), graphs.append(compiled_graphs())
+        backwards.append(hooks.backwards), samples.append(hooks.samples), graphs.append(_compat.compiled_graphs())
         facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
         facts.lines = hooks.noted_lines(done)
         facts.cost["calls"] = hooks.spans.calls / done

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from labs.kit import as_main, measure, supervise, timeouts
+from labs.kit import _compat, as_main, measure, supervise, timeouts
 
 WARM_UP = 12
 """Steps before the first block; more while torch.compile goes on compiling."""
@@ -209,11 +209,9 @@ class Paced:
 
     def stepped(self, spans: dict[str, float]) -> None:
         """At the end of each step, within the script."""
-        from labs.doctor.turns import compiled_graphs
-
         if self.warm >= 0:
             self.warm += 1
-            graphs = compiled_graphs()
+            graphs = _compat.compiled_graphs()
             if self.warm >= MOST_WARM_UP or (self.warm >= WARM_UP and graphs == self.graphs):
                 self.warm = -1
                 self._pause({})

@@ -42,7 +42,7 @@ from labs.fooled.other_size import rate_of_another_size
 from labs.fooled.single_pair import single_pair_decides
 from labs.fooled.ways import WAYS, Way
 from labs.fooled.weak_as_strong import weak_told_as_strong
-from labs.kit import measure
+from labs.kit import _compat, measure
 from labs.kit.errors import did_you_mean, require
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
@@ -126,7 +126,7 @@ def early_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Foll
 
 
 def cold_start(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
-    import torch._dynamo  # noqa: F401  the first optimizer would import it, for half a second
+    _compat.preload_dynamo()
 
     batches = itertools.count(max(1, config.batch_size // 8))  # new shapes each time: kernels are chosen for a shape
 

@@ -24,13 +24,14 @@ from typing import Any, Literal
 
 import psutil
 import torch
-import torch._dynamo  # DDP imports it at its first forward, which would take each new rank a second
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.hang_clinic.hangs import HANGS
-from labs.kit import supervise, timeouts
+from labs.kit import _compat, supervise, timeouts
 from labs.watch import evidence
+
+_compat.preload_dynamo()
 
 Way = Literal["evidence", "detail", "monitored"]
 HUNG = 86  # exit code of a rank that was ended because it hung

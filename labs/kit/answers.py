@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch.distributed as dist
 
+from labs.kit import _compat
 from labs.kit.check import FRAME, Mistake
 from labs.kit.failure import RankFailed, RankTimeout
 from labs.kit.fork_server import start_fork_server
@@ -156,7 +157,7 @@ def _impatient(wait_s: float, body: Callable[..., Any], args: tuple) -> Any:
     global WAIT_S
     WAIT_S = wait_s  # this rank's own
     # torch has no public way to change the timeout of the group that a rank is already in.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=WAIT_S))
+    _compat.set_group_timeout(datetime.timedelta(seconds=WAIT_S))
     result = body(*args)
     # Point to point, so that it cannot be taken for the collective that another rank still waits in; and slower
     # to give up, so that the traceback is that of the learner's line.

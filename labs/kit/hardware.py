@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.kit import nvml
+from labs.kit import _compat, nvml
 from labs.kit.errors import BadInput, did_you_mean, require
 from labs.kit.host import affinity, container, core_count, cores
 from labs.kit.nvml import Visible, visible
@@ -217,13 +217,13 @@ def build() -> dict[str, Any]:
     """What this torch was built for. `arch_list` is read from the build, so that CUDA stays uninitialised."""
     import torch
 
-    arch = torch._C._cuda_getArchFlags() if torch.backends.cuda.is_built() else None
+    arch = _compat.cuda_arch_flags() if torch.backends.cuda.is_built() else None
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         # Not torch.backends.cudnn.version(): its _init() asks every GPU for its capability, which starts CUDA.
-        "cudnn": torch._C._cudnn.getVersionInt() if torch.backends.cudnn.is_available() else None,
+        "cudnn": _compat.cudnn_version() if torch.backends.cudnn.is_available() else None,
         "nccl": nccl_version(),
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         "arch_list": arch.split() if arch else [],

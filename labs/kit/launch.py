@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from labs.kit import record, room, supervise, timeouts
+from labs.kit import _compat, record, room, supervise, timeouts
 from labs.kit.display import View, open_view
 from labs.kit.errors import require
 from labs.kit.failure import RankFailed, RankTimeout, Watch
@@ -306,5 +306,5 @@ class OneMachine(RendezvousHandler):
         return True
 
 
-if RENDEZVOUS not in rendezvous_handler_registry._registry:
+if RENDEZVOUS not in _compat.rendezvous:
     rendezvous_handler_registry.register(RENDEZVOUS, OneMachine)

@@ -25,11 +25,9 @@ from typing import Any
 
 # Some are only preloaded: what the agent needs in each rank, DDP, and what make_config needs.
 import cloudpickle
-import torch.distributed.elastic.multiprocessing
-import torch.nn.parallel
 import typeguard  # noqa: F401
 
-from labs.kit import fork_server, measure, record, supervise  # noqa: F401
+from labs.kit import _compat, fork_server, measure, record, supervise  # noqa: F401
 from labs.kit.errors import BadInput
 from labs.kit.hardware import Device
 from labs.kit.lab import lab_module, make_config, short_name
@@ -37,7 +35,7 @@ from labs.kit.rank import Rank, process_group
 
 if (fork_server.READY in os.environ and not os.environ.get(fork_server.LEAN)) or "RANK" in os.environ:
     # The first optimizer of a process imports this, which takes as long as all of torch: not for who only launches.
-    import torch._dynamo  # noqa: F401
+    _compat.preload_dynamo()
 
 
 def as_rank(body: bytes, folder: str, placement: list[Device], timeout_s: float, asked: float) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from labs.kit import _compat
 from labs.kit.errors import BadInput, require
 
 CANNOT_SHOW = {
@@ -39,12 +40,10 @@ def fake_job(ranks: int, rank: int = 0) -> Iterator[None]:
     require(0 <= rank < ranks, f"there is no rank {rank} among {ranks}")
     require(not dist.is_initialized(), "this process is a rank of a job already: leave it first, or use another one")
     try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as e:
-        raise BadInput(
-            f"torch {torch.__version__} has moved its fake process group ({e}): use the version in constraints.txt"
-        ) from e
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        store = _compat.FakeStore()
+    except _compat.PrivateApiChanged as e:
+        raise BadInput(str(e)) from e
+    dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
     try:
         yield
     finally:
@@ -57,7 +56,7 @@ def out_of_job() -> Iterator[None]:
 
     Other groups than the one of all ranks do not come back.
     """
-    meeting = dist.PrefixStore("after fake ranks", dist.distributed_c10d._get_default_store())
+    meeting = dist.PrefixStore("after fake ranks", _compat.default_store())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # a rank that leaves at once closes connections which another one may still be making
     dist.destroy_process_group()

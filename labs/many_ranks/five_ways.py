@@ -26,6 +26,7 @@ from labs.common.sharding import blocks
 from labs.common.sharding.fsdp import shard
 from labs.common.sharding.tensor import by_hand
 from labs.common.sharding.traffic import Call, sent_bytes
+from labs.kit import _compat
 from labs.kit.errors import require
 from labs.many_ranks.fake_ranks import all_reduce_hook
 from labs.many_ranks.hybrid import average_gradients, pipeline_step
@@ -307,7 +308,7 @@ def by_level(calls: Sequence[Call], per_node: int) -> dict[str, float]:
     """
     found = dict.fromkeys(LEVELS, 0.0)
     for call in calls:
-        members = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(call.group))
+        members = dist.get_process_group_ranks(_compat.resolve_group(call.group))
         if call.peer is None:
             crosses = crossing_share(members, per_node)
         else:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from labs.common.models import Workload
+from labs.kit._compat import FakeTensor
 
 
 class Offloaded(nn.Module):

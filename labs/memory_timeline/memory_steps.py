@@ -200,7 +200,7 @@ def snapshot(
 def largest_line(snapshot: dict, root: str) -> tuple[str, int]:
     """("file:line", bytes) that most live bytes of a memory snapshot come from, among files below folder `root`.
 
-    `snapshot` is torch.cuda.memory._snapshot() after _record_memory_history(). ("", 0) if no block has such a line.
+    `snapshot` is that of CUDA's memory history. ("", 0) if no block has such a line.
     """
     by_line: dict[str, int] = {}
     for segment in snapshot["segments"]:

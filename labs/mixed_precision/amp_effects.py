@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.common.models import Workload
 from labs.common.precision.amp import precision
+from labs.kit._compat import TorchDispatchMode
 
 
 class _WeightCopies(TorchDispatchMode):

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from labs.kit._compat import tree_leaves
 from labs.kit.errors import did_you_mean, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records

@@ -40,7 +40,7 @@ from labs.common.oracle.tracker import Block, Tracker
 from labs.common.precision import amp
 from labs.common.traps import failures
 from labs.common.traps.shm import SmallSharedMemory
-from labs.kit import supervise, timeouts
+from labs.kit import _compat, supervise, timeouts
 from labs.oom_clinic.memory_faults import Cure, End, run_out
 
 MOST_STEPS, LAYERS, LABELS = 32, 3, 100
@@ -431,7 +431,7 @@ def run_until_end(trials: Sequence[Trial], at_once: int = 1, method: str = "fork
     parent. Nothing of a trial is left when its signs are there, nor of any when this is closed.
     """
     if method == "forkserver":
-        multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # or every child would import them
+        multiprocessing.set_forkserver_preload([__name__, _compat.DYNAMO])  # or every child would import them
     with contextlib.ExitStack() as all_of_them:
         waiting, running = list(trials), []
         while waiting or running:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from labs.kit import supervise
+from labs.kit import _compat, supervise
 from labs.kit.rank import Rank, unpinned
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "train_ddp_resume.py"
@@ -192,7 +192,8 @@ def _note_events(file: IO[str]) -> None:
         file.write(json.dumps({"event": event, "time": time.time(), "rank": int(os.environ["RANK"])}) + "\n")
 
     import torch
-    import torch._dynamo  # DDP loads it when it is made, which takes as long as loading torch
+
+    _compat.preload_dynamo()
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 

@@ -123,7 +123,8 @@ def no_compiler(cured):
 def compiled_again(cured):
     return script(f"""
         import torch
-        torch._dynamo.config.recompile_limit = 2
+        from torch import _dynamo
+        _dynamo.config.recompile_limit = 2
         double = torch.compile(lambda x: x * 2, backend="eager", dynamic={cured})
         for rows in range(3, 8):
             double(torch.ones(rows))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from labs.kit import _compat
 from labs.kit.record import write_atomic
 
 BUFFER, OLDER_BUFFER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
@@ -83,19 +84,15 @@ def _write_json(path: Path, values: dict[str, Any]) -> Path:
 def recorded() -> dict[str, Any]:
     """The Flight Recorders of this process as one dict: "entries", "pg_status", and "pg_config" with names and ranks.
 
-    Private parts of torch 2.13, used here and nowhere else. `_dump_fr_trace` knows gloo, `_dump_nccl_trace` NCCL.
     gloo writes pg_config under an empty name: the groups that this process knows are put in its place.
     """
-    from torch._C import _distributed_c10d as c10d
-
     found: dict[str, Any] = {"version": "", "entries": [], "pg_status": {}, "pg_config": {}}
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        if dump := getattr(c10d, name, None):
-            held = _unpickled(dump(includeCollectives=True, includeStackTraces=True, onlyActive=False))
-            found["version"] = str(held.get("version", ""))
-            found["entries"] += held.get("entries", [])
-            found["pg_status"] |= held.get("pg_status", {})
-            found["pg_config"] |= {k: v for k, v in held.get("pg_config", {}).items() if k}
+    for dump in _compat.flight_recorders():
+        held = _unpickled(dump(includeCollectives=True, includeStackTraces=True, onlyActive=False))
+        found["version"] = str(held.get("version", ""))
+        found["entries"] += held.get("entries", [])
+        found["pg_status"] |= held.get("pg_status", {})
+        found["pg_config"] |= {k: v for k, v in held.get("pg_config", {}).items() if k}
     found["entries"].sort(key=lambda e: e["time_created_ns"])
     for group, ranks in _groups().items():
         found["pg_config"].setdefault(group, {"name": group, "desc": "", "ranks": str(ranks)})
@@ -104,10 +101,8 @@ def recorded() -> dict[str, Any]:
 
 def _groups() -> dict[str, list[int]]:
     """{name of a process group: its global ranks}, as far as this process is in it."""
-    from torch.distributed import distributed_c10d
-
-    names = distributed_c10d._world.pg_names
-    return {names[pg]: sorted(of_global) for pg, of_global in distributed_c10d._world.pg_group_ranks.items()}
+    world = _compat.groups
+    return {world.pg_names[pg]: sorted(of_global) for pg, of_global in world.pg_group_ranks.items()}
 
 
 # What is read back ----------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.chapters.nb01 import solutions as solution
+from labs.kit._compat import TorchDispatchMode
 from labs.kit.answers import number
 from labs.kit.check import Mistake
 

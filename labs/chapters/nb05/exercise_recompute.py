@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.chapters.nb05.exercise_states import one_thread
+from labs.kit._compat import TorchDispatchMode
 from labs.kit.check import Mistake
 
 # -- the task: blocks that note how they are called, and stacks of them

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from labs.kit import timeouts
+from labs.kit import _compat, timeouts
 from labs.kit.answers import on_ranks
 from labs.kit.check import Exercise, Mistake
 
@@ -209,7 +209,7 @@ def look(f: Callable[[Job], Any], job: Job) -> Seen | Mistake:
 
 
 def _is_on() -> bool:
-    return torch.autograd._profiler_enabled()
+    return _compat.profiler_enabled()
 
 
 def check_profile_loop(f: Callable[[Job], Any]) -> None:

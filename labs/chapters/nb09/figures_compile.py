@@ -151,7 +151,7 @@ def recompiles(run: Records, guess: Prediction) -> None:
         limit = made["static"][-1]
         lines.append(
             f"With `dynamic=False` torch gave up after {limit:.0f} compilations: later sizes ran eagerly, "
-            "with a warning in the log (`torch._dynamo.config.recompile_limit`)."
+            "with a warning in the log (`recompile_limit` in dynamo's config)."
         )
     if lines:
         say("\n".join(f"* {line}" for line in lines))

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from labs.chapters.nb10 import three_steps as job
-from labs.kit import hardware
+from labs.kit import _compat, hardware
 from labs.kit.launch import run_on_ranks
 
 Entry = dict[str, Any]
@@ -75,7 +75,7 @@ def _recorded_on_rank(fault: str) -> list[Entry] | None:
     wait = datetime.timedelta(seconds=2)
     pairs = [dist.new_group(ranks, timeout=wait) for ranks in ([0, 1], [2, 3])]
     rank = dist.get_rank()
-    dist.distributed_c10d._set_pg_timeout(wait)
+    _compat.set_group_timeout(wait)
     try:
         job.three_steps(rank, fault, pairs[rank // 2])
         time.sleep(3)  # busy with something else
@@ -83,7 +83,7 @@ def _recorded_on_rank(fault: str) -> list[Entry] | None:
         pass
     if fault == "dies" and rank == 3:
         return None
-    dumped = torch._C._distributed_c10d._dump_fr_trace(True, True, False)  # the form in JSON has no frames
+    dumped = next(_compat.flight_recorders())(True, True, False)  # the form in JSON has no frames
     return [_shortened(e) for e in pickle.loads(dumped)["entries"]]
 
 

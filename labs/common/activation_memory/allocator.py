@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.kit import measure
+from labs.kit._compat import TorchDispatchMode
 
 MARK = "forward has ended"
 

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from labs.common.elastic import journal, train
-from labs.kit import supervise
+from labs.kit import _compat, supervise
 
 MODULE = "labs.elastic_train"
 
@@ -29,7 +29,7 @@ def main() -> None:
     multiprocessing.set_forkserver_preload(["labs.kit.supervise", "labs.common.elastic.loop"])
     forkserver.ensure_running()
     (root / f"server-{forkserver._forkserver._forkserver_pid}").touch()
-    import torch._dynamo  # otherwise done when the first rank fails, as its traceback is logged: a second or more
+    _compat.preload_dynamo()  # otherwise done when the first rank fails, as its traceback is logged
     import torch.distributed.run  # noqa: F401
 
     for line in sys.stdin:

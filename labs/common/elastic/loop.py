@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch._dynamo  # DDP imports it when it is made, which takes as long as importing torch: here it can be preloaded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -22,11 +21,13 @@ from labs.common.checkpoints import load_latest, random_state, restore, save, tr
 from labs.common.data import fashion_mnist
 from labs.common.elastic.faults import Fault
 from labs.common.elastic.journal import Journal
-from labs.kit import measure
+from labs.kit import _compat, measure
 from labs.kit.errors import require
 from labs.kit.failure import LOST_PEER
 from labs.kit.hardware import place
 from labs.kit.rank import Rank, process_group, same_bits_every_time
+
+_compat.preload_dynamo()
 
 if TYPE_CHECKING:
     from labs.common.elastic.train import Config

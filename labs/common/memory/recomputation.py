@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from labs.kit._compat import DeviceContext, function_modes
 from labs.kit.errors import BadInput, require
 
 # What "selective" keeps. Not bmm: attention's own products grow with the square of the sequence and are cheap to
@@ -116,14 +115,14 @@ class _SecondRun:
 
     def __init__(self, module: nn.Module, cached: Any) -> None:
         self.module, self.cached, self.stack, self.own = module, cached, ExitStack(), []
-        self.modes = [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]  # that it does
+        self.modes = [m for m in function_modes() if not isinstance(m, DeviceContext)]  # that it does
 
     def __enter__(self) -> None:
         norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
         self.own = [(m, dict(m._buffers)) for m in norms]
         for m, buffers in self.own:
             m._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-        on = _get_current_function_mode_stack()
+        on = function_modes()
         for context in [m for m in self.modes if m not in on] + self.cached:
             self.stack.enter_context(context)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from labs.common.models import Workload
 from labs.common.precision import amp
+from labs.kit._compat import FakeTensor, FakeTensorMode
 from labs.kit.errors import require
 
 # How a copy of a weight may reach the operation that saves it: a cast, and views that a layer makes of it.

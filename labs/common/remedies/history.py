@@ -44,7 +44,7 @@ class Site:
 class History(Tracker):
     """What operations allocate and free, and the lines that each block comes from.
 
-    On a GPU torch.cuda.memory._record_memory_history notes the same. Stacks end below the function with code `root`,
+    On a GPU CUDA's memory history notes the same. Stacks end below the function with code `root`,
     which runs in the thread that makes the History.
     """
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.common.data_parallel.replicas import nbytes
 from labs.common.memory.recomputation import blocks
 from labs.common.sharding.traffic import sent_bytes
+from labs.kit._compat import TorchDispatchMode
 from labs.kit.errors import BadInput
 
 

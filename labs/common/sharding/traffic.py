@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labs.common.data_parallel.replicas import nbytes
 from labs.common.data_parallel.wire import sent_by
+from labs.kit import _compat
+from labs.kit._compat import TorchDispatchMode, tree_leaves
 from labs.kit.rank import Rank
 
 # Names of torch's operations, without the underscores around: in place, of torch.distributed and FSDP2 (c10d), and
@@ -139,7 +139,7 @@ def _group(args: tuple) -> dist.ProcessGroup:
     """The group among a call's arguments, where it is boxed, or its name."""
     for a in reversed(args):
         if isinstance(a, str) and a not in ("sum", "avg", "max", "min"):
-            return dist.distributed_c10d._resolve_process_group(a)
+            return _compat.resolve_group(a)
         if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()):
             return dist.ProcessGroup.unbox(a)
     return dist.group.WORLD

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from labs.common import models
 from labs.common.timing.streams import DeviceStream, EmulatedStream, open_stream
-from labs.kit import supervise
+from labs.kit import _compat, supervise
 from labs.kit.hardware import require_shareable
 from labs.kit.rank import Rank
 
@@ -164,7 +164,7 @@ def answers(model: str, batch_size: int, steps: int, repeats: int, rank: Rank) -
     the same index are pairs. Call it before this process has computed anything: its children start as it is. BadInput
     for a GPU in exclusive-process mode.
     """
-    import torch._dynamo  # noqa: F401  the first optimizer of each child would import it, for half a second
+    _compat.preload_dynamo()
 
     if rank.device.type == "cuda":  # this process holds the GPU, and each child starts CUDA there, too
         require_shareable({rank.device.index})
@@ -184,7 +184,7 @@ def one_answer(model: str, batch_size: int, steps: int, rung: str, device: torch
     method = "fork" if device.type == "cpu" else "forkserver"
     context: Any = multiprocessing.get_context(method)
     if device.type != "cpu":
-        context.set_forkserver_preload([__name__, "torch._dynamo"])
+        context.set_forkserver_preload([__name__, _compat.DYNAMO])
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, model, batch_size, steps, rung, device)
     # It is killed after its answer as well: as printed, the loop leaves work behind that nobody waits for.

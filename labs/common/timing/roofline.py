@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+
+from labs.kit._compat import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
     from labs.common.models import Workload

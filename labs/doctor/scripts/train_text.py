@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import _dynamo, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -44,7 +44,7 @@ def main():
     torch.manual_seed(0)
     sentences = [torch.tensor(list(s.encode())) for s in args.data.read_text("ascii").split(".") if len(s) > 8]
     loader = DataLoader(sentences, batch_size=32, shuffle=True, collate_fn=joined, drop_last=True)
-    torch._dynamo.config.recompile_limit = 500  # by default it gives up compiling after 8 shapes
+    _dynamo.config.recompile_limit = 500  # by default it gives up compiling after 8 shapes
     model = torch.compile(Letters(), backend="aot_eager", dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     step = 0
