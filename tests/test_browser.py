@@ -250,6 +250,7 @@ def files_listed(page: Page) -> list[str]:
     return page.locator(".jp-DirListing-item .jp-DirListing-itemName").all_inner_texts()
 
 
+@pytest.mark.long
 def test_a_fresh_start_opens_a_copy_without_outputs(browser, checkout, tmp_path):
     with started(checkout, tmp_path / "home") as (url, token, _):
         page = browser.new_page(viewport={"width": 1280, "height": 900})

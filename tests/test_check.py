@@ -215,12 +215,14 @@ def test_a_rank_that_is_late_because_it_works_is_waited_for(monkeypatch):
 
 @pytest.mark.drill
 def test_a_real_interrupt_is_not_taken_for_a_timeout():
-    def interrupted(values):
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(0.2)
+    def slow(values):
+        time.sleep(60)
 
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
-        examine("00.9", interrupted)
+        examine("00.9", slow)
+    timer.join()
 
 
 def test_checks_work_outside_of_the_main_thread():

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.chapters.nb10 import given_loop
 from labs.chapters.nb10.exercise_deadlock import SLIPS, SPLITS, Split, _body, _check_split, _read, check_train, trained
 from labs.chapters.nb10.given_loop import validate
-from labs.kit import answers
 from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake, examine
 
@@ -112,15 +111,7 @@ def test_every_slip_gives_other_weights_than_the_reference_on_some_split():
         assert any(trained(s, wrong).weights != pytest.approx(trained(s).weights, rel=1e-6) for s in splits), wrong
 
 
-def test_leaving_the_process_is_told(monkeypatch):
-    for leave in (lambda job: os._exit(3), lambda job: sys.exit(), _endless):
-        if leave is _endless:
-            monkeypatch.setattr(answers, "RUN_S", 3.0)
+def test_leaving_the_process_is_told():
+    for leave in (lambda job: os._exit(3), lambda job: sys.exit()):
         outcome = examine("10.1", leave)
         assert outcome.state == "not yet", outcome.text
-    assert "did not finish" in outcome.text
-
-
-def _endless(job):
-    while True:
-        pass

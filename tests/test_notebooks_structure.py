@@ -210,8 +210,8 @@ def links_resolve(nb: NotebookNode, path: Path) -> list[str]:
     return [f"broken link: {t}" for t in local if t and not (path.parent / t).exists()]
 
 
-@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_keeps(path, name):
-    problems = RULES[name](nbformat.read(path, as_version=4), path)
+def test_notebook_keeps_all_rules(path):
+    notebook = nbformat.read(path, as_version=4)
+    problems = [f"{name}: {problem}" for name, rule in RULES.items() for problem in rule(notebook, path)]
     assert not problems, "\n".join(problems)

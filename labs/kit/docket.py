@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pathlib import Path
 
 from labs.kit import evidence
 from labs.kit.claims import (
@@ -36,6 +35,7 @@ from labs.kit.claims import (
 )
 from labs.kit.errors import did_you_mean, require
 from labs.kit.evidence import Call, call_of
+from labs.kit.lab import experiments
 from labs.kit.launch import launch
 from labs.kit.record import Records
 
@@ -201,7 +201,7 @@ def sheet(claim_id: str, given: Records | None = None) -> Sheet:
 
 def is_lab(run: Records) -> bool:
     """Whether these records came from a launch; otherwise from a function that a notebook called."""
-    return (Path(evidence.ROOT) / "labs" / f"{run[0].lab}.py").is_file()
+    return run[0].lab in experiments()
 
 
 def again(claim_id: str, **options: str) -> Sheet:

@@ -25,7 +25,7 @@ from labs.kit import measure
 from labs.kit.check import Exercise, Mistake
 from labs.kit.measure import Estimate
 
-DATA = ROOT / "labs" / "data" / "fashion_mnist_12k.npz"
+DATA = ROOT / "labs" / "common" / "data" / "fashion_mnist_12k.npz"
 STEPS, BATCH, TRAIN, TEST = 79, 128, 10_000, 2_000
 """Of one epoch; images."""
 EPOCH_S = 150.0
