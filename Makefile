@@ -23,7 +23,7 @@ help:
 	@echo "make lab     JupyterLab on your own copies of the notebooks, in my/ (START=03 opens that one,"
 	@echo "             LAB_ARGS='--no-browser --port 9000' are JupyterLab's options)"
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
-	@echo "make test    lint, the quick tests, and every notebook with smoke runs in place of its experiments: some 20 minutes"
+	@echo "make test    lint, the quick tests, and every notebook with smoke runs in place of its experiments: some 10 minutes"
 	@echo "make test-all  lint, then every test and every notebook at full length: an hour and more"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
 	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"

@@ -9,7 +9,7 @@ from doctor_facts import STEP_S, made
 from doctor_patients import Clock, classifier, data, forever, look_at
 from test_doctor_hooks import loader_of
 
-from labs.doctor import bounds, compare, report, turns
+from labs.doctor import bounds, compare, report
 from labs.doctor.causes import HOLDS_BACK, OPTION, READING
 from labs.doctor.counterfactuals import MODES, Counterfactual
 from labs.doctor.diagnosis import IN_TURN, diagnose, healthy, unknown
@@ -17,6 +17,7 @@ from labs.doctor.facts import AS_IS, Line
 from labs.doctor.hooks import Hooks, describe
 from labs.doctor.ranks import Ranks
 from labs.doctor.turns import LEAST_STEPS, _InTurn
+from labs.kit import _compat
 
 
 def gpu(parts=None, modes=None, beside_s=None, **more):
@@ -132,7 +133,7 @@ class Nothing(Counterfactual):
 def test_it_is_looked_at_while_steps_are_as_they_are_and_are_not_waited_for(monkeypatch):
     """And of the steps as they are it is noted which of them have made a graph."""
     mode, seen, graphs = Nothing(), [], []
-    monkeypatch.setattr(turns, "compiled_graphs", lambda: len(graphs))
+    monkeypatch.setattr(_compat, "compiled_graphs", lambda: len(graphs))
 
     def training():
         model = classifier()

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from labs.kit.errors import BadInput
+
 DYNAMO = "torch._dynamo"
 """The first optimizer and the first DDP of a process import it, which takes as long as torch: preload it where that
 would be timed."""
@@ -63,7 +65,7 @@ PLACES = {
 """{name here: module, or module:attribute, in torch}."""
 
 
-class PrivateApiChanged(ImportError):
+class PrivateApiChanged(BadInput):
     """This torch has no longer, or not yet, what the course uses."""
 
 

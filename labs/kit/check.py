@@ -203,6 +203,7 @@ def _judge(body: bytes, folder: Path) -> None:
 
     from labs.kit.rank_process import know_cells, own_children
 
+    supervise.announce(folder, "0")  # it is killed with the kernel
     out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(out, descriptor)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from labs.kit import _compat
-from labs.kit.errors import BadInput, require
+from labs.kit.errors import require
 
 CANNOT_SHOW = {
     "results": "No message arrives, so sums, losses and gradients are wrong: parity needs real ranks.",
@@ -39,11 +39,7 @@ def fake_job(ranks: int, rank: int = 0) -> Iterator[None]:
     """Within, this process is rank `rank` of `ranks`. BadInput if it is in a job already, or torch has moved this."""
     require(0 <= rank < ranks, f"there is no rank {rank} among {ranks}")
     require(not dist.is_initialized(), "this process is a rank of a job already: leave it first, or use another one")
-    try:
-        store = _compat.FakeStore()
-    except _compat.PrivateApiChanged as e:
-        raise BadInput(str(e)) from e
-    dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
