@@ -92,6 +92,7 @@ def test_the_figure_names_a_ceiling_only_where_ddp_is_shown_to_be_below_it():
         ({"model": "labs.models:nothing"}, "cannot be imported"),
         ({"model": "labs.models:gradient_bytes"}, "cannot be built"),
         ({"bucket_cap_mb": 0.0}, "must be positive"),
+        ({"inner": 0}, "inner must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(values, words):
