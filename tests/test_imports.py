@@ -34,24 +34,15 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def for_types_only(tree: ast.Module) -> set[ast.AST]:
-    """What stands under `if TYPE_CHECKING:` and never runs."""
-    tests = (n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
-    return {inner for test in tests for statement in test.body for inner in ast.walk(statement)}
-
-
 @cache
-def graph(root: Path, *, types: bool = True) -> dict[str, set[str]]:
-    """Modules of labs and the labs modules that each imports, anywhere in it; `types`: also for type checkers only."""
+def graph(root: Path) -> dict[str, set[str]]:
+    """Modules of labs and the labs modules that each imports, anywhere in it."""
     files = {module_name(p, root): p for p in (root / "labs").rglob("*.py")}
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
-        tree = ast.parse(text := path.read_text())
-        skip = set() if types or "TYPE_CHECKING" not in text else for_types_only(tree)
+        tree = ast.parse(path.read_text())
         edges[name] = set()
         for node in ast.walk(tree):
-            if node in skip:
-                continue
             if isinstance(node, ast.Import):
                 edges[name] |= {a.name for a in node.names if a.name in files}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -90,7 +81,7 @@ def violations(root: Path) -> list[str]:
 def circle(root: Path) -> list[str]:
     """Modules that import each other in a circle, one after the other; empty if there is none."""
     try:
-        TopologicalSorter(graph(root, types=False)).prepare()
+        TopologicalSorter(graph(root)).prepare()
     except CycleError as e:
         return e.args[1]
     return []

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labs.doctor.true_files import true
-
-if TYPE_CHECKING:
-    from labs.doctor.scratch import Scratch
 
 
 class Entries:
     """What os.scandir gives: an iterator that can be closed."""
 
-    def __init__(self, scratch: Scratch, path: Any, place: str) -> None:
+    def __init__(self, scratch: Any, path: Any, place: str) -> None:
         seen, written = scratch.names(place)
         self._iterator = iter([Entry(scratch, path, place, name) for name in (*seen, *written)])
 
@@ -39,7 +36,7 @@ class Entries:
 class Entry:
     """What os.scandir gives of each: os.DirEntry cannot be made."""
 
-    def __init__(self, scratch: Scratch, path: Any, place: str, name: str) -> None:
+    def __init__(self, scratch: Any, path: Any, place: str, name: str) -> None:
         self._scratch, self._place = scratch, os.path.join(place, name)
         self.name = os.fsencode(name) if isinstance(path, bytes) else name
         self.path = os.path.join(path, self.name)

@@ -10,15 +10,12 @@ import types
 from collections.abc import Callable
 from importlib import _bootstrap_external
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from labs.doctor.scratch_room import Room
 from labs.doctor.true_files import true
 from labs.kit import _compat
-
-if TYPE_CHECKING:
-    from labs.doctor.scratch import Scratch
 
 ROOT = str(Path(__file__).parents[2])
 SPAWNED = """
@@ -30,7 +27,7 @@ scratch.install({folder!r}, own={own!r})
 """
 
 
-def _lead(scratch: Scratch, owner: Any, name: str, argument: int, how: Callable[[Any], Any]) -> None:
+def _lead(scratch: Any, owner: Any, name: str, argument: int, how: Callable[[Any], Any]) -> None:
     """Replace a function that takes a path as its `argument`-th, so that it gets `how(path)`."""
     original = getattr(owner, name)
 
@@ -55,7 +52,7 @@ def _lead(scratch: Scratch, owner: Any, name: str, argument: int, how: Callable[
     scratch.undo.enter_context(mock.patch.object(owner, name, new))
 
 
-def _map(scratch: Scratch, owner: Any) -> None:
+def _map(scratch: Any, owner: Any) -> None:
     """Memory that is a file; only if it is `shared` the file is written."""
     original = owner.from_file
 
@@ -66,7 +63,7 @@ def _map(scratch: Scratch, owner: Any) -> None:
     scratch.undo.enter_context(mock.patch.object(owner, "from_file", from_file))
 
 
-def teach_import(scratch: Scratch) -> None:
+def teach_import(scratch: Any) -> None:
     """A module that the script has written is found. Python's import calls what lies below os and io."""
 
     def look(path: str) -> os.stat_result:
@@ -85,7 +82,7 @@ def teach_import(scratch: Scratch) -> None:
         scratch.undo.enter_context(mock.patch.object(_bootstrap_external, name, taught))
 
 
-def _teach_torch(scratch: Scratch) -> None:
+def _teach_torch(scratch: Any) -> None:
     import torch
     import torch.autograd.profiler
 
@@ -107,17 +104,17 @@ def _teach_torch(scratch: Scratch) -> None:
     scratch.undo.enter_context(mock.patch.object(torch, "save", save_if_there_is_room))
 
 
-def _teach_safetensors(scratch: Scratch) -> None:
+def _teach_safetensors(scratch: Any) -> None:
     safetensors = sys.modules["safetensors"]
     _lead(scratch, safetensors, "serialize_file", 1, functools.partial(scratch.to_write, keep=False))
     _lead(scratch, safetensors, "safe_open", 0, scratch.to_read)
 
 
-def _teach_pyarrow(scratch: Scratch) -> None:
+def _teach_pyarrow(scratch: Any) -> None:
     _lead(scratch, sys.modules["pyarrow"], "memory_map", 0, scratch.to_read)
 
 
-def _teach_sqlite3(scratch: Scratch) -> None:
+def _teach_sqlite3(scratch: Any) -> None:
     import sqlite3
 
     def how(path: Any) -> Any:
@@ -126,7 +123,7 @@ def _teach_sqlite3(scratch: Scratch) -> None:
     _lead(scratch, sqlite3, "connect", 0, how)
 
 
-def _teach_spawned(scratch: Scratch) -> None:
+def _teach_spawned(scratch: Any) -> None:
     import multiprocessing.spawn as spawn
 
     prepare = spawn.get_preparation_data
@@ -140,7 +137,7 @@ def _teach_spawned(scratch: Scratch) -> None:
 class _InChild:
     """When a process that multiprocessing has spawned reads this, it has a scratch folder, too."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Any) -> None:
         self.code = SPAWNED.format(root=ROOT, folder=scratch.folder, own=scratch.own)
 
     def __reduce__(self) -> tuple:

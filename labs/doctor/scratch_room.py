@@ -6,19 +6,16 @@ import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labs.doctor.true_files import true
 from labs.kit import host
-
-if TYPE_CHECKING:
-    from labs.doctor.scratch import Scratch
 
 
 class Room:
     """Of a scratch folder, looked at before each torch.save."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Any) -> None:
         self.scratch, self._told = scratch, False
 
     def before_save(self, obj: Any, file: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from labs.kit.hardware import place
 from labs.kit.rank import Rank, process_group, same_bits_every_time
 
 _compat.preload_dynamo()
-
-if TYPE_CHECKING:
-    from labs.common.elastic.train import Config
 
 
 @dataclasses.dataclass
@@ -58,7 +55,7 @@ class Settings(dict):
 
     FREE = ("folder", "epochs", "save_every", "device", "kill_rank", "kill_at_step", "kill_while")
 
-    def __init__(self, config: Config, world_size: int) -> None:
+    def __init__(self, config: Any, world_size: int) -> None:
         values = {k: v for k, v in dataclasses.asdict(config).items() if k not in self.FREE}
         super().__init__(values, world_size=world_size)
 
@@ -79,7 +76,7 @@ class Settings(dict):
 class Training:
     """All that a checkpoint holds, on one rank."""
 
-    def __init__(self, config: Config, rank: Rank, steps_per_epoch: int) -> None:
+    def __init__(self, config: Any, rank: Rank, steps_per_epoch: int) -> None:
         self.rank, self.folder = rank, config.folder
         torch.manual_seed(config.seed)
         module = nn.Sequential(nn.Dropout(0.1), models.ConvNet(channels=1, width=16)).to(rank.device)
@@ -110,7 +107,7 @@ class Training:
         return found[0]
 
 
-def train(config: Config, journal: Journal) -> None:
+def train(config: Any, journal: Journal) -> None:
     """Join the job, resume, train to the end. A lost peer ends this rank in one line: the agent starts all again."""
     placement = place(int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
     with process_group(placement[int(os.environ["LOCAL_RANK"])]) as rank:
@@ -129,7 +126,7 @@ def train(config: Config, journal: Journal) -> None:
             os._exit(1)
 
 
-def train_on(rank: Rank, config: Config, journal: Journal) -> None:
+def train_on(rank: Rank, config: Any, journal: Journal) -> None:
     """Go on from the last good checkpoint in the folder, to the end, and save every few steps."""
     images, labels = _data(config.samples, rank.device)
     sampler = DistributedSampler(images, rank.world_size, rank.rank, seed=config.seed, drop_last=True)
