@@ -162,7 +162,7 @@ def data(bad: tuple[str, ...], total: int) -> Check:
             "data",
             "fail",
             f"damaged or missing: {some(bad)}",
-            "run: git checkout -- labs/data (without git: copy it from the course)",
+            "run: git checkout -- labs/common/data (without git: copy it from the course)",
         )
     return Check("data", "pass", f"{total} files intact")
 
