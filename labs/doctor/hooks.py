@@ -211,7 +211,7 @@ class Hooks:
         import torch
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-        from torch.utils.data import DataLoader, dataloader
+        from torch.utils.data import DataLoader
 
         self.torch = torch
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -234,8 +234,8 @@ class Hooks:
         self._replace(torch, "save", functools.partial(self._mutable, "save"))
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
-        self._replace(dataloader._BaseDataLoaderIter, "__init__", self._making)
-        self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
+        self._replace(_compat.LoaderIterator, "__init__", self._making)
+        self._replace(_compat.LoaderIterator, "__next__", self._next)
         os.register_at_fork(after_in_child=self.spans.stop)  # stays registered: not of self, which knows the loader
 
     def remove(self) -> None:
@@ -270,7 +270,7 @@ class Hooks:
         """A model may switch it on within its own forward, as the wrappers of some libraries do: it is off outside."""
 
         def entered(context: Any) -> Any:
-            if not self._elsewhere() and context._enabled and self.spans.stack[-1] == "forward":
+            if not self._elsewhere() and _compat.autocast_is_on(context) and self.spans.stack[-1] == "forward":
                 self.precision["autocast"] = str(context.fast_dtype).removeprefix("torch.")
             return enter(context)
 
@@ -284,7 +284,7 @@ class Hooks:
                 self._dynamo_knows = True
                 callback = _compat.dynamo_callback
                 _compat.dynamo_trace_rules.add("labs.doctor")  # nothing here is ever traced,
-                self._end_step = _compat.dynamo_disable(self._end_step)  # nor what is called from here
+                self._end_step = self.torch.compiler.disable(self._end_step)  # nor what is called from here
                 callback.on_compile_start(self._trace_begins)
                 callback.on_compile_end(self.put_on)
                 self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
@@ -454,8 +454,8 @@ class Hooks:
                 if loader in self.training:
                     self._keep(loader, batch)
                 elif self.recording and loader in self.evaluating:
-                    first = batch if iterator._num_yielded == 1 else self._evaluated.get(loader, (batch,))[0]
-                    self._evaluated[loader] = first, iterator._num_yielded
+                    first = batch if _compat.batches_given(iterator) == 1 else self._evaluated.get(loader, (batch,))[0]
+                    self._evaluated[loader] = first, _compat.batches_given(iterator)
             else:
                 batch = again[0]
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
@@ -469,10 +469,12 @@ class Hooks:
         """For the same batch again. A script may write into a batch; then a copy of the next one is kept."""
         before = self._batches.get(loader)
         if before and not before[2] and not self.same_batch:
-            self._changed = self._changed or [t._version for t in _leaves(before[0], self.torch)] != before[1]
+            self._changed = (
+                self._changed or [_compat.times_written(t) for t in _leaves(before[0], self.torch)] != before[1]
+            )
         copied = self._changed and self.same_batch
         kept = _mapped(self.torch.Tensor.clone, batch, self.torch) if copied else batch
-        self._batches[loader] = kept, [t._version for t in _leaves(kept, self.torch)], copied
+        self._batches[loader] = kept, [_compat.times_written(t) for t in _leaves(kept, self.torch)], copied
 
     def last_batch(self) -> Any:
         """Of the training, as the DataLoader gave it; None if there is none."""
@@ -511,17 +513,16 @@ class Hooks:
             if id(module) in self.roots:
                 continue
             self.roots[id(module)] = module
-            before = module._compiled_call_impl
+            before = _compat.compiled_call(module)
             if before is not None:
                 self.compiled.add(id(module))
-            # Not by setattr: an OptimizedModule would hand it on to the module within
-            module.__dict__["_compiled_call_impl"] = functools.partial(self._call_root, module, before)
-            undo = functools.partial(_put_back, module.__dict__, "_compiled_call_impl", before)
+            _compat.call_through(module, functools.partial(self._call_root, module, before))
+            undo = functools.partial(_compat.call_through, module, before)
             self._adopted.append(undo)
             self._undo.callback(undo)
 
     def _call_root(self, module: Any, compiled: Callable | None, *args: Any, **kwargs: Any) -> Any:
-        function = compiled or module._call_impl
+        function = compiled or _compat.plain_call(module)
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
         given = args, kwargs
@@ -794,13 +795,6 @@ def _runs(frame: Any) -> bool:
     while here is not None and here is not frame:
         here = here.f_back
     return here is not None
-
-
-def _put_back(holder: dict, name: str, value: Any) -> None:
-    if value is None:
-        holder.pop(name, None)
-    else:
-        holder[name] = value
 
 
 def _leaves(tree: Any, torch: Any) -> list[Any]:

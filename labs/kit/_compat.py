@@ -1,13 +1,15 @@
 """PyTorch's private API, all that the course uses of it. It changes without notice, so nothing else in labs touches it.
 
-`from labs.kit._compat import TorchDispatchMode` imports what PLACES names, when it is asked for. Another torch that has
-moved it gives one clear error. Recipes stand alone and carry their own guards.
+`from labs.kit._compat import TorchDispatchMode` imports what PLACES names, when it is asked for; what ATTRIBUTES names
+are functions that read an attribute of an object. Another torch that has moved it gives one clear error. Recipes stand
+alone and carry their own guards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +20,8 @@ DYNAMO = "torch._dynamo"
 """The first optimizer and the first DDP of a process import it, which takes as long as torch: preload it where that
 would be timed."""
 C = "torch._C"
+DDP = "torch.nn.parallel:DistributedDataParallel"
+LOADING = "torch.utils.data.dataloader"
 
 PLACES = {
     # Seeing every operation, and tensors without memory
@@ -32,18 +36,27 @@ PLACES = {
     "DeviceContext": "torch.utils._device:DeviceContext",
     "function_modes": "torch.overrides:_get_current_function_mode_stack",
     "operators_of_key": f"{C}:_dispatch_get_registrations_for_dispatch_key",
+    "to_copy": "torch:ops.aten._to_copy.default",
+    "flash_attention": "torch:ops.aten._scaled_dot_product_flash_attention.default",
+    "flash_attention_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "efficient_attention": "torch:ops.aten._scaled_dot_product_efficient_attention.default",
+    "cudnn_attention": "torch:ops.aten._scaled_dot_product_cudnn_attention.default",
+    "script_type": "torch:ScriptObject._type",
     # Autograd and the profiler
     "run_backward": "torch.autograd.graph:_engine_run_backward",
     "graph_task": f"{C}:_current_graph_task_id",
     "profiler_enabled": "torch.autograd:_profiler_enabled",
     "fused_optimizer_devices": "torch.utils._foreach_utils:_get_fused_kernels_supported_devices",
+    # The history of CUDA's allocator: private, and the documented way
+    "record_memory_history": "torch.cuda.memory:_record_memory_history",
+    "dump_memory": "torch.cuda.memory:_dump_snapshot",
+    "memory_snapshot": "torch.cuda.memory:_snapshot",
     # Compilation
     "dynamo": DYNAMO,
     "CompilerFailed": f"{DYNAMO}.exc:BackendCompilerFailed",
     "compile_counters": f"{DYNAMO}.utils:counters",
     "wrap_inline": f"{DYNAMO}.external_utils:wrap_inline",
     "dynamo_callback": f"{DYNAMO}.callback",
-    "dynamo_disable": f"{DYNAMO}:disable",
     "dynamo_trace_rules": f"{DYNAMO}.trace_rules",
     "compile_fx": "torch._inductor.compile_fx",
     "inductor_config": "torch._inductor:config",
@@ -57,6 +70,10 @@ PLACES = {
     "resolve_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "groups": "torch.distributed.distributed_c10d:_world",
     "rendezvous": "torch.distributed.elastic.rendezvous:rendezvous_handler_registry._registry",
+    "source_rank": "torch.distributed:Work._source_rank",
+    # Modules and loaders
+    "Normalisation": "torch.nn.modules.batchnorm:_NormBase",
+    "LoaderIterator": f"{LOADING}:_BaseDataLoaderIter",
     # The build, and how a checkpoint is read and written
     "cuda_arch_flags": f"{C}:_cuda_getArchFlags",
     "cudnn_version": f"{C}:_cudnn.getVersionInt",
@@ -64,15 +81,33 @@ PLACES = {
 }
 """{name here: module, or module:attribute, in torch}."""
 
+ATTRIBUTES = {
+    "storage_key": "torch:UntypedStorage._cdata",  # tells storages apart that are alive: also those without memory
+    "times_written": "torch:Tensor._version",
+    "plain_call": "torch.nn:Module._call_impl",
+    "compiled_call": "torch.nn:Module._compiled_call_impl",
+    "autocast_is_on": "torch:autocast._enabled",  # in this context, whether or not it has been entered
+    "batches_given": f"{LOADING}:_BaseDataLoaderIter._num_yielded",
+    "comm_hooks": f"{DDP}._comm_hooks",
+    "delayed_parameters": f"{DDP}._delay_all_reduce_params",
+    "delays_all": f"{DDP}._delay_all_reduce_all_params",
+    "reduces_in_python": f"{DDP}._use_python_reducer",
+}
+"""{name here: module:class.attribute, which `name(object)` reads}."""
+
 
 class PrivateApiChanged(BadInput):
     """This torch has no longer, or not yet, what the course uses."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PLACES:
+    if name in PLACES:
+        found = _find(PLACES[name])
+    elif name in ATTRIBUTES:
+        found = _reader(ATTRIBUTES[name])
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = _find(PLACES[name])
+    globals()[name] = found
     return found
 
 
@@ -84,10 +119,30 @@ def _find(place: str) -> Any:
             found = getattr(found, attribute)
         return found
     except (ImportError, AttributeError):
-        version = importlib.import_module("torch").__version__
-        raise PrivateApiChanged(
-            f"torch {version} has no {place.replace(':', '.')}, which this uses: install the version in constraints.txt"
-        ) from None
+        raise _changed(place) from None
+
+
+def _reader(place: str) -> Callable[[Any], Any]:
+    """Make a function that reads an attribute: without any check per call where the class itself has it."""
+    owner, _, attribute = place.rpartition(".")
+    plain = operator.attrgetter(attribute)
+    if hasattr(_find(owner), attribute):
+        return plain
+
+    def read(of: Any) -> Any:
+        try:
+            return plain(of)
+        except AttributeError:
+            raise _changed(place) from None
+
+    return read
+
+
+def _changed(place: str) -> PrivateApiChanged:
+    version = importlib.import_module("torch").__version__
+    return PrivateApiChanged(
+        f"torch {version} has no {place.replace(':', '.')}, which this uses: install the version in constraints.txt"
+    )
 
 
 def preload_dynamo() -> None:
@@ -106,3 +161,45 @@ def flight_recorders() -> Iterator[Callable[..., bytes]]:
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         with contextlib.suppress(PrivateApiChanged):
             yield _find(f"{C}:_distributed_c10d.{name}")
+
+
+def flight_recorders_in_json() -> list[Callable[..., bytes]]:
+    """Return the same for `json.loads`, as far as torch is loaded by now and has them. Imports nothing."""
+    c10d = getattr(sys.modules.get(C), "_distributed_c10d", None)
+    return [getattr(c10d, n) for n in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, n)]
+
+
+def loaded_loader_iterator() -> Any:
+    """Return the class that iterators of loaders derive from, once its module is loaded. Imports nothing."""
+    module = sys.modules.get(LOADING)
+    return getattr(module, "_BaseDataLoaderIter", None) if hasattr(module, "_MultiProcessingDataLoaderIter") else None
+
+
+def end_workers(batches: Any) -> None:
+    """End the workers of a loader's iterator now, if it has any; the garbage collector does it at some time."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
+
+
+def call_through(module: Any, function: Callable | None) -> None:
+    """Have `module(...)` call `function`, as after `module.compile()`; None: its forward, as ever.
+
+    Not by setattr: an OptimizedModule would hand it on to the module within.
+    """
+    if function is not None:
+        module.__dict__["_compiled_call_impl"] = function
+    else:
+        module.__dict__.pop("_compiled_call_impl", None)
+
+
+def tensors_of_scaler(scaler: Any) -> list[Any]:
+    """Return the scale of a GradScaler and its count of good steps; none if it is unused so far, or disabled."""
+    found = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
+    return [t for t in found if t is not None]
+
+
+def rebuild_reducer(ddp: Any) -> None:
+    """Make DDP's reducer anew: whether it searches for unused parameters, it knows from its birth."""
+    parameters, sparse = _find(f"{DDP}._build_params_for_reducer")(ddp)
+    names = _find(f"{DDP}._build_debug_param_to_name_mapping")(ddp, parameters)
+    _find(f"{DDP}._ddp_init_helper")(ddp, parameters, sparse, names, ddp.static_graph)
