@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from labs.common.memory.recomputation import blocks
 from labs.common.models import Workload
+from labs.kit._compat import storage_key
 
 THERE = -1  # in place of a block's number: parameters, buffers and the batch take no more memory
 Segments = Sequence[tuple[int, int, bool]]
@@ -139,16 +140,16 @@ class _Ledger:
     def enter(self, i: int, given: Iterable[Any]) -> None:
         storages = (x.untyped_storage() for x in given if isinstance(x, Tensor))
         self.place = i
-        self.inputs[i] = sum(s.nbytes() for s in storages if self.kept.get(s._cdata, (None, 0))[0] != THERE)
+        self.inputs[i] = sum(s.nbytes() for s in storages if self.kept.get(storage_key(s), (None, 0))[0] != THERE)
 
     def leave(self) -> None:
         self.place = None
 
     def save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        first, size = self.kept.setdefault(storage._cdata, (self.place, storage.nbytes()))
+        first, size = self.kept.setdefault(storage_key(storage), (self.place, storage.nbytes()))
         if self.inputs and first != self.place:
-            self.borrowed[self.place, storage._cdata] = size
+            self.borrowed[self.place, storage_key(storage)] = size
         return tensor.detach()  # must stay alive: the next storage would get the address of a freed one
 
     def of(self, place: int | None) -> int:
@@ -162,7 +163,7 @@ def trace_chain(workload: Workload, x: Tensor, y: Tensor, fixed: int = 0) -> Cha
     """The chain of a model that has no policy, from what autograd keeps in one forward pass of the batch (x, y)."""
     module, found, ledger = workload.module, blocks(workload.module), _Ledger()
     for t in (*module.parameters(), *module.buffers(), x, y):
-        ledger.kept[t.untyped_storage()._cdata] = (THERE, 0)
+        ledger.kept[storage_key(t.untyped_storage())] = (THERE, 0)
     hooks: list[torch.utils.hooks.RemovableHandle] = []
     for i, block in enumerate(found):
         hooks.append(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from labs.doctor.true_files import true
-from labs.kit import host
+from labs.kit import _compat, host
 
 
 class Room:
@@ -88,7 +88,7 @@ def nbytes(obj: Any) -> int:
             local = part.to_local() if hasattr(part, "to_local") else part  # of FSDP2, this rank's part
             with suppress(NotImplementedError, RuntimeError):  # sparse, or it consists of others
                 storage = local.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes() if storage.data_ptr() else 0
+                sizes[_compat.storage_key(storage)] = storage.nbytes() if storage.data_ptr() else 0
         elif id(part) not in seen and isinstance(part, list | tuple | Mapping | torch.nn.Module):
             seen.add(id(part))
             left += _inside(part)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from labs.common.models import Workload
 from labs.common.precision.amp import precision
-from labs.kit._compat import TorchDispatchMode
+from labs.kit._compat import TorchDispatchMode, to_copy
 
 
 class _WeightCopies(TorchDispatchMode):
@@ -22,7 +22,7 @@ class _WeightCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and _place(args[0]) in self.parameters:
+        if func is to_copy and _place(args[0]) in self.parameters:
             self.copies[_place(out)] = out
         return out
 

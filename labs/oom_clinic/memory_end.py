@@ -132,14 +132,14 @@ class Meter(Tracker):
     def hold(self, tensors: Iterable[Tensor], category: str) -> None:
         """`tensors` are of `category`."""
         for t in tensors:
-            known = self.live.get(t.untyped_storage()._cdata)
+            known = self.live.get(_compat.storage_key(t.untyped_storage()))
             if known:
                 self._change(known[0], -1)
                 known[0].category = category
                 self._change(known[0], 1)
             else:
                 super().hold([t], category)
-                block = self.live[t.untyped_storage()._cdata][0]
+                block = self.live[_compat.storage_key(t.untyped_storage())][0]
                 block.category = ""
                 self._change(block, -1)  # noted under another name a line above
                 block.category = category
@@ -148,8 +148,8 @@ class Meter(Tracker):
     def _note(self, storage: torch.UntypedStorage) -> None:
         super()._note(storage)
         if storage.is_shared():
-            self.live[storage._cdata][0].category = "inputs/buffers"  # a batch that came from a worker
-        self._change(self.live[storage._cdata][0], 1)
+            self.live[_compat.storage_key(storage)][0].category = "inputs/buffers"  # a batch that came from a worker
+        self._change(self.live[_compat.storage_key(storage)][0], 1)
 
     def _freed(self, block: Block) -> None:
         if os.getpid() == self.pid:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from labs.kit._compat import storage_key
+
 
 class _Held:
     """A saved tensor: it is freed when the graph drops its last reference to this."""
@@ -22,21 +24,21 @@ class Kept:
     """Bytes of the tensors saved for backward: `now` and at their `peak`. Each storage counts once, and whole."""
 
     def __init__(self, states: Iterable[Tensor]) -> None:
-        self.own = {t.untyped_storage()._cdata for t in states}
+        self.own = {storage_key(t.untyped_storage()) for t in states}
         self.holders: Counter[int] = Counter()
         self.now = self.peak = 0
 
     def pack(self, saved: Tensor) -> _Held | Tensor:
         """Count what is saved; parameters and buffers, which are there anyway, are not."""
         storage = saved.untyped_storage()
-        if storage._cdata in self.own:
+        if storage_key(storage) in self.own:
             return saved
-        if not self.holders[storage._cdata]:
+        if not self.holders[storage_key(storage)]:
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-        self.holders[storage._cdata] += 1
+        self.holders[storage_key(storage)] += 1
         held = _Held(saved.detach())
-        weakref.finalize(held, self._free, storage._cdata, storage.nbytes())
+        weakref.finalize(held, self._free, storage_key(storage), storage.nbytes())
         return held
 
     def unpack(self, held: _Held | Tensor) -> Tensor:

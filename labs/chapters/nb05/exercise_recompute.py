@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from labs.chapters.nb05.exercise_states import one_thread
-from labs.kit._compat import TorchDispatchMode
+from labs.kit._compat import TorchDispatchMode, storage_key
 from labs.kit.check import Mistake
 
 # -- the task: blocks that note how they are called, and stacks of them
@@ -56,7 +56,7 @@ class Block(nn.Module):
         with torch.no_grad():
             run.calls.append(Call(self._number, run.in_backward, tuple(mask.flatten()[:64].tolist())))
         out = self.down(hidden * mask)
-        run.between |= {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in (x, out)}
+        run.between |= {storage_key(t.untyped_storage()): StorageWeakRef(t.untyped_storage()) for t in (x, out)}
         return out
 
 
@@ -73,7 +73,7 @@ class Allocated(TorchDispatchMode):
         for t in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.storages[storage_key(storage)] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
     def alive(self, but: set[int] = frozenset()) -> int:
@@ -169,8 +169,8 @@ class Run:
             raise Mistake(
                 f"run_stack(...) gives {got}, not a tensor as the last block does", "return what the last block gives"
             )
-        there_anyway = set(self.between) | {p.untyped_storage()._cdata for b in blocks for p in b.parameters()}
-        there_anyway |= {t.untyped_storage()._cdata for t in (x, y)}
+        there_anyway = set(self.between) | {storage_key(p.untyped_storage()) for b in blocks for p in b.parameters()}
+        there_anyway |= {storage_key(t.untyped_storage()) for t in (x, y)}
         self.kept_bytes = allocated.alive(there_anyway)
         if self.collect and self.kept_bytes > budget:  # garbage in cycles counts, too
             gc.collect()

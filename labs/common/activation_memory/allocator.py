@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labs.kit import measure
-from labs.kit._compat import TorchDispatchMode
+from labs.kit._compat import TorchDispatchMode, storage_key
 
 MARK = "forward has ended"
 
@@ -68,7 +68,7 @@ class Storages(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         known = [*there.parameters(), *there.buffers()] if there else []
-        self.alive = {t.untyped_storage()._cdata: 0 for t in known}
+        self.alive = {storage_key(t.untyped_storage()): 0 for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -78,7 +78,7 @@ class Storages(TorchDispatchMode):
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key not in self.alive:
             self.alive[key] = size
             self.now += size

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from labs.common.models import Workload
 from labs.common.precision import amp
-from labs.kit._compat import FakeTensor, FakeTensorMode
+from labs.kit._compat import FakeTensor, FakeTensorMode, efficient_attention, flash_attention, storage_key
 from labs.kit.errors import require
 
 # How a copy of a weight may reach the operation that saves it: a cast, and views that a layer makes of it.
@@ -81,14 +81,14 @@ def count(forward: Callable[[], Tensor], states: Iterable[Tensor]) -> Saved:
     Each storage counts once and whole: a view keeps all of it alive. Workspace of kernels and what is freed on the
     way do not count, so this is what must fit, not the peak.
     """
-    own = {t.untyped_storage()._cdata for t in states}
+    own = {storage_key(t.untyped_storage()) for t in states}
     kept: dict[int, tuple[str, int, bool]] = {}
 
     def pack(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        if storage._cdata not in own:
+        if storage_key(storage) not in own:
             dtype = str(saved.dtype).removeprefix("torch.")
-            kept.setdefault(storage._cdata, (dtype, storage.nbytes(), _is_copied_weight(saved)))
+            kept.setdefault(storage_key(storage), (dtype, storage.nbytes(), _is_copied_weight(saved)))
         return saved.detach()  # must stay alive: the next storage would get the address of a freed one
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
@@ -250,6 +250,5 @@ def _fused_attention(
 ) -> Tensor:
     """The kernel that torch takes on a GPU: FlashAttention in 16 bit, memory-efficient attention in FP32."""
     if query.dtype == torch.float32:
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+        return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
+    return flash_attention(query, key, value, dropout_p, is_causal)[0]

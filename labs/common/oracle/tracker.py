@@ -22,6 +22,7 @@ from torch import Tensor
 from labs.common.oracle import internals
 from labs.common.oracle.internals import TorchDispatchMode
 from labs.common.oracle.trace import Event, Phase
+from labs.kit._compat import storage_key
 
 CUDA_BLOCK_BYTES = 512  # kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp: all sizes are multiples of it
 
@@ -70,9 +71,9 @@ class Tracker(TorchDispatchMode):
         """`tensors` are of `category`, from the beginning of their storages; unknown ones are there from now on."""
         for t in tensors:
             storage = t.untyped_storage()
-            if storage._cdata not in self.live:
+            if storage_key(storage) not in self.live:
                 self._note(storage)
-            self.live[storage._cdata][0].category = category
+            self.live[storage_key(storage)][0].category = category
 
     def begin(self, phase: Phase) -> None:
         """What comes now belongs to `phase`."""
@@ -86,7 +87,7 @@ class Tracker(TorchDispatchMode):
         if self.segments[-1].phase == "backward":
             self._second_run(torch.is_grad_enabled())
             if func is torch.ops.aten.add.Tensor and internals.called_by_engine(sys._getframe()):
-                self.summand = (self.op[0], self.live[args[0].untyped_storage()._cdata][0])
+                self.summand = (self.op[0], self.live[storage_key(args[0].untyped_storage())][0])
         out = func(*args, **(kwargs or {}))
         for t in (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ():
             if isinstance(t, Tensor):
@@ -105,14 +106,14 @@ class Tracker(TorchDispatchMode):
 
     def _seen(self, t: Tensor) -> None:
         storage = t.untyped_storage()
-        if storage._cdata not in self.live:
+        if storage_key(storage) not in self.live:
             self._note(storage)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         nbytes = -(-storage.nbytes() // self.rounding) * self.rounding
         block = Block(nbytes, len(self.segments) - 1)
-        gone = weakref.ref(storage, partial(self._gone, storage._cdata))
-        self.live[storage._cdata] = (block, gone)
+        gone = weakref.ref(storage, partial(self._gone, storage_key(storage)))
+        self.live[storage_key(storage)] = (block, gone)
         self.moves.append((block, 1, *self.op, block.made_in))
 
     def _gone(self, key: int, _: weakref.ref) -> None:
