@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from labs.kit import _compat
 from labs.kit._compat import DeviceContext, function_modes
 from labs.kit.errors import BadInput, require
 
@@ -32,16 +33,13 @@ from labs.kit.errors import BadInput, require
 # compute again (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
 aten = torch.ops.aten
 KEPT = [
-    op.default
-    for op in (
-        aten.mm,
-        aten.addmm,
-        aten.convolution,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-    )
+    aten.mm.default,
+    aten.addmm.default,
+    aten.convolution.default,
+    _compat.flash_attention_on_cpu,
+    _compat.flash_attention,
+    _compat.efficient_attention,
+    _compat.cudnn_attention,
 ]
 
 
@@ -118,10 +116,10 @@ class _SecondRun:
         self.modes = [m for m in function_modes() if not isinstance(m, DeviceContext)]  # that it does
 
     def __enter__(self) -> None:
-        norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-        self.own = [(m, dict(m._buffers)) for m in norms]
+        norms = [m for m in self.module.modules() if isinstance(m, _compat.Normalisation) and m.training]
+        self.own = [(m, dict(m.named_buffers(recurse=False))) for m in norms]
         for m, buffers in self.own:
-            m._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+            _set(m, {name: b.clone() for name, b in buffers.items()})
         on = function_modes()
         for context in [m for m in self.modes if m not in on] + self.cached:
             self.stack.enter_context(context)
@@ -129,7 +127,12 @@ class _SecondRun:
     def __exit__(self, *error: Any) -> None:
         self.stack.close()
         for m, buffers in self.own:
-            m._buffers.update(buffers)
+            _set(m, buffers)
+
+
+def _set(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, b in buffers.items():
+        setattr(module, name, b)
 
 
 def contexts_of(module: nn.Module) -> tuple[Any, Any]:

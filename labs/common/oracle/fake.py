@@ -73,7 +73,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return
         if param not in known:  # given to a second module, it is the same one
             known[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-        self._parameters[name] = known[param]
+        register(self, name, known[param])
 
     nn.Module.register_parameter = register_on_meta
     try:
