@@ -237,7 +237,7 @@ class NoExchange(Counterfactual):
     name, settle = "no exchange", 1  # the first forward still broadcasts buffers
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if any(m._use_python_reducer or m._delay_all_reduce_all_params for m in _ddp(hooks)):
+        if any(_compat.reduces_in_python(m) or _compat.delays_all(m) for m in _ddp(hooks)):
             return "its gradients are exchanged by compiled code"
         if _ddp(hooks):
             return "" if hooks.torch.distributed.get_world_size() > 1 else "there is one rank"
@@ -276,7 +276,7 @@ class NoSearch(Counterfactual):
         searching = [m for m in _ddp(hooks) if m.find_unused_parameters and not m.static_graph]
         if not searching:
             return Gone("DDP does not search" if _ddp(hooks) else "there is no DistributedDataParallel")
-        if any(m._comm_hooks or m.mixed_precision or m._delay_all_reduce_params for m in searching):
+        if any(_compat.comm_hooks(m) or m.mixed_precision or _compat.delayed_parameters(m) for m in searching):
             return "DDP has a communication hook, which would be lost"
         return "some parameters are not used in some steps: it is needed" if hooks.unused_seen else ""
 
@@ -290,9 +290,7 @@ class NoSearch(Counterfactual):
     def _search(self, on: bool) -> None:
         for ddp in self.changed:
             ddp.find_unused_parameters = on
-            parameters, sparse = ddp._build_params_for_reducer()
-            names = ddp._build_debug_param_to_name_mapping(parameters)
-            ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)  # its reducer knows it from its birth
+            _compat.rebuild_reducer(ddp)
 
 
 def _ddp(hooks: Hooks) -> list[Any]:
@@ -528,7 +526,7 @@ class Compiled(Counterfactual):
     def enter(self, hooks: Hooks) -> None:
         wrap_inline = _compat.wrap_inline  # without it torch's own modules are not traced
         self.calls = self.calls or {
-            key: hooks.torch.compile(wrap_inline(hooks.roots[key]._call_impl)) for key in hooks.called
+            key: hooks.torch.compile(wrap_inline(_compat.plain_call(hooks.roots[key]))) for key in hooks.called
         }
         hooks.instead = self.calls
 

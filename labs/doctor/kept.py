@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from labs.doctor.hooks import Hooks
-from labs.kit import host
+from labs.kit import _compat, host
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
@@ -27,8 +27,7 @@ class Kept:
         torch = self.torch = hooks.torch
         self.device = hooks.device if hooks.device is not None and hooks.device.type == "cuda" else None
         to_host = self.device is not None and not _fits(hooks, self.device)
-        scales = [getattr(s, name, None) for s in found.scalers for name in ("_scale", "_growth_tracker")]
-        self.tensors = [*_tensors(hooks), *(t for t in scales if t is not None)]  # None: not used so far, or disabled
+        self.tensors = [*_tensors(hooks), *(t for s in found.scalers for t in _compat.tensors_of_scaler(s))]
         with torch.no_grad():
             self.copies = [_copied(t, to_host) for t in self.tensors]
         optimizers = list(hooks.optimizers.values())

@@ -109,8 +109,7 @@ def seconds_per_batch(loader: Any, workers: int, seconds: float) -> float:
             taken += 1
         return (time.perf_counter() - begun) / taken
     finally:
-        if workers:
-            iterator._shutdown_workers()
+        _compat.end_workers(iterator)
 
 
 class PinnedMemory:
