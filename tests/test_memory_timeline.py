@@ -96,20 +96,20 @@ def test_growth_is_from_step_to_step():
 
 
 class FakeHistory:
-    """torch.cuda.memory with one block that is alive."""
+    """The history of CUDA's allocator, with one block that is alive."""
 
     def __init__(self, filename):
         self.calls, self.filename = [], filename
 
-    def _record_memory_history(self, enabled="all", max_entries=0):
+    def record_memory_history(self, enabled="all", max_entries=0):
         self.calls.append(enabled)
 
-    def _snapshot(self):
+    def memory_snapshot(self):
         frames = [{"filename": "/torch/x.py", "line": 1}, {"filename": self.filename, "line": 77}]
         block = {"state": "active_allocated", "size": 4096, "frames": frames}
         return {"segments": [{"blocks": [block, {"state": "inactive", "size": 9}]}]}
 
-    def _dump_snapshot(self, path):
+    def dump_memory(self, path):
         self.calls.append(path)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,6 +21,7 @@ from labs.common.oracle.tracker import CUDA_BLOCK_BYTES
 from labs.common.remedies import leaks
 from labs.common.remedies.history import History, Site
 from labs.common.remedies.leaks import Job
+from labs.kit import _compat
 from labs.kit.errors import BadInput, require
 
 END = object()
@@ -178,22 +178,22 @@ def expected_growth(job: Job, name: str) -> int | None:
 
 
 def snapshot(
-    job: Job, loop: Loop, path: Path | None = None, cuda: Any = torch.cuda.memory, root: str = leaks.__file__
+    job: Job, loop: Loop, path: Path | None = None, cuda: Any = _compat, root: str = leaks.__file__
 ) -> tuple[str, int]:
     """(line, bytes) that the GPU's allocator blames for what `loop` still holds, of code below `root`.
 
     `path` gets the snapshot for pytorch.org/memory_viz, a page that works without sending the file.
     """
     running, steps = started(loop, job), len(job.batches)
-    cuda._record_memory_history(max_entries=100_000)  # private in torch 2.13, and the documented way
+    cuda.record_memory_history(max_entries=100_000)
     try:
         for done in range(steps):
             one_step(running, done, steps)
         if path:
-            cuda._dump_snapshot(str(path))
-        return largest_line(cuda._snapshot(), root)
+            cuda.dump_memory(str(path))
+        return largest_line(cuda.memory_snapshot(), root)
     finally:
-        cuda._record_memory_history(enabled=None)
+        cuda.record_memory_history(enabled=None)
         running.close()
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader
 
+from labs.kit._compat import DYNAMO
 from labs.symptom.drill_kit import command, drill, script
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -123,8 +124,8 @@ def no_compiler(cured):
 def compiled_again(cured):
     return script(f"""
         import torch
-        from torch import _dynamo
-        _dynamo.config.recompile_limit = 2
+        from {DYNAMO} import config
+        config.recompile_limit = 2
         double = torch.compile(lambda x: x * 2, backend="eager", dynamic={cured})
         for rows in range(3, 8):
             double(torch.ones(rows))

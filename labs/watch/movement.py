@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from labs.kit import _compat
+
 BUSY = 0.1
 """Share of a core from which on somebody computes; a thread that logs, or asks a store now and then, takes less."""
 BYTES_PER_S = 65_536
@@ -187,20 +189,17 @@ class Counts:
         return False
 
     def _dumps(self) -> list[Callable[..., bytes]]:
-        """Of the recorders of gloo and of NCCL; private to torch."""
-        c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
-        names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-        return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+        """Of the recorders of gloo and of NCCL."""
+        return _compat.flight_recorders_in_json()
 
     def _hook(self) -> None:
         """Count from now on what the program's torch does, once that part of it is loaded."""
-        optimizer, loading = (sys.modules.get(f"torch.{name}") for name in ("optim.optimizer", "utils.data.dataloader"))
+        optimizer, iterator = sys.modules.get("torch.optim.optimizer"), _compat.loaded_loader_iterator()
         if "optimizer" not in self.hooked and hasattr(optimizer, "register_optimizer_step_post_hook"):
             self.hooked.add("optimizer")
             optimizer.register_optimizer_step_post_hook(self._stepped)
-        if "loader" not in self.hooked and hasattr(loading, "_MultiProcessingDataLoaderIter"):
+        if "loader" not in self.hooked and iterator is not None:
             self.hooked.add("loader")
-            iterator = loading._BaseDataLoaderIter
             iterator.__next__ = Counted(iterator.__next__, self)
 
     def _stepped(self, *_: object) -> None:

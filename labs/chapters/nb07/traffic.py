@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.kit import answers
+from labs.kit import _compat, answers
 
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send")
 TWO_BUFFERS = (
@@ -108,7 +108,7 @@ class Receipt:
             return True
         self.waited, done = True, self.work.wait(*args or [_limit()], **kwargs)
         self.tensor.copy_(self.arrives)
-        self.notes.events.append(("got", self.work._source_rank(), self.tag))
+        self.notes.events.append(("got", _compat.source_rank(self.work), self.tag))
         return done
 
     def __getattr__(self, name: str) -> Any:

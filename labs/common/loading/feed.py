@@ -15,6 +15,7 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from labs.kit._compat import end_workers
 from labs.kit.measure import sync
 
 Step = Callable[[Any], object]
@@ -132,8 +133,7 @@ def running(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
     try:
         yield batches
     finally:
-        if hasattr(batches, "_shutdown_workers"):
-            batches._shutdown_workers()
+        end_workers(batches)
 
 
 def rows(batch: Any) -> int:

@@ -140,6 +140,6 @@ def _group(args: tuple) -> dist.ProcessGroup:
     for a in reversed(args):
         if isinstance(a, str) and a not in ("sum", "avg", "max", "min"):
             return _compat.resolve_group(a)
-        if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()):
+        if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(_compat.script_type(a)):
             return dist.ProcessGroup.unbox(a)
     return dist.group.WORLD
