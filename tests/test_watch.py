@@ -357,7 +357,7 @@ def slow_recipe(long_s: float) -> str:
     for place, lines in SLOW_AT.items():
         assert text.count(place) == 1
         text = text.replace(place, lines.lstrip("\n") + place)
-    data = f"DATA = Path({str(Path(watch.__file__).parent)!r})"
+    data = f"DATA = Path({str(Path(watch.__file__).parents[1])!r})"
     return text.replace("LONG", str(long_s)).replace("DATA = Path(__file__).resolve().parent.parent", data)
 
 
