@@ -11,7 +11,8 @@
 #
 # Build arguments: PIP_ARGS adds pip options (without a GPU, the CPU build of torch is a tenth of the download: see
 # docs/INSTALL.md), UID gives the user in the container your own id, for folders that you mount (default 1000), BASE is any
-# Debian image with Python 3.11 or later and its venv module. Built for real by tests/container/check.sh.
+# Debian image with Python 3.11 or later and its venv module, EXTRAS=course,test brings what the tests need, too. Built for
+# real, with the tests, by tests/container/check.sh.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
@@ -41,7 +42,8 @@ RUN python3 -m venv /home/learner/venv
 COPY --chown=learner:learner pyproject.toml constraints.txt README.md LICENSE ./
 COPY --chown=learner:learner labs/__init__.py labs/__init__.py
 ARG PIP_ARGS=""
-RUN python -m pip install ${PIP_ARGS} -c constraints.txt -e '.[course]'
+ARG EXTRAS=course
+RUN python -m pip install ${PIP_ARGS} -c constraints.txt -e ".[${EXTRAS}]"
 COPY --chown=learner:learner . .
 
 EXPOSE 8888

@@ -91,11 +91,13 @@ notebooks: $(READY)
 	@echo "== Run the notebooks whose cells or code have changed, and keep their outputs"
 	@$(PY) -m labs.kit.rerun $(or $(ARGS),--stale)
 
-# For maintainers: the newest versions that pyproject.toml allows, without the CUDA libraries that torch pins itself.
+# For maintainers: the newest versions that pyproject.toml allows, without the CUDA libraries that torch pins itself. torch
+# stays: launch() rides on its elastic agent and fork server. Change it in constraints.txt by hand, and test.
 constraints: $(READY)
 	@echo "== Install the newest versions into build/newest and write them to constraints.txt"
 	@$(PY) -m venv --clear build/newest
-	@build/newest/bin/python -m pip install $(PIP_ARGS) -e '.[course,test]'
+	@grep '^torch==' constraints.txt > build/torch.txt
+	@build/newest/bin/python -m pip install $(PIP_ARGS) -c build/torch.txt -e '.[course,test]'
 	@grep '^#' constraints.txt > build/constraints.txt
 	@build/newest/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed -e 's/^\(torch==[^+]*\)+.*/\1/' \
 		-e '/^nvidia-ml-py==/!{/^nvidia-/d;}' -e '/^triton==/d' -e '/^cuda-/d' >> build/constraints.txt

@@ -516,7 +516,7 @@ def children_s() -> float:
         ("--steps 0 train.py", "--steps must be from 1 to 10000, not 0"),
         ("--compare none.json train.py", "--compare: none.json cannot be read (No such file or directory)"),
         ("-m pkg.train --lr 1", "-m: there is no module pkg in this folder, nor among the installed ones"),
-        ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
+        ("hidden/train.py", "{here}/hidden/labs.py has the name of this command's own package: rename it"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, monkeypatch, capsys):

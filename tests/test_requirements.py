@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fakes import FakeNvml, card
 from test_machine_checks import BUILD, facts, one, trouble
 
 from labs import start
+from labs.doctor import state
 from labs.kit import requirements
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,71 @@ def test_a_torch_without_an_installer_is_found_by_its_own_file(tmp_path):
 
 def test_without_its_repository_nobody_knows_the_oldest_torch(tmp_path):
     assert requirements.torch_problem("1.0", tmp_path) == ""
+
+
+# -- the commands alone, beside a training
+
+BASE = {"torch", "numpy", "scipy", "psutil"}
+IN_BASE = """
+import importlib, sys
+import torch, numpy, scipy, psutil  # and what these need themselves
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "labs", "torch", "numpy", "scipy", "psutil"}:
+            raise ModuleNotFoundError(f"{name} is not of the base", name=name)
+sys.meta_path.insert(0, Refuse())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+COMMANDS = ("labs.doctor.__main__", "labs.watch.__main__")
+LATER = "doctor.report doctor.compare doctor.patient doctor.counterfactuals doctor.supervisor watch.watchman".split()
+
+
+def test_the_commands_need_four_packages():
+    listed = requirements.project()["project"]
+    assert {re.match(r"[\w-]+", line)[0] for line in listed["dependencies"]} == BASE
+    assert listed["scripts"] == {f"train-{name.split('.')[1]}": f"{name}:main" for name in COMMANDS}
+    assert f"torch>={requirements.project()['tool']['course']['oldest-torch']}" in listed["dependencies"]
+    modules = [*COMMANDS, *(f"labs.{name}" for name in LATER), "labs.postmortem"]
+    command = [sys.executable, "-c", IN_BASE, *modules]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["doctor", "watch"])
+def test_a_command_names_itself_and_finds_a_module_in_the_users_folder(name, tmp_path):
+    """What pip writes into the environment's bin."""
+    command = tmp_path / "bin" / f"train-{name}"
+    command.parent.mkdir()
+    command.write_text(f"import sys; sys.path.append({str(ROOT)!r}); from labs.{name}.__main__ import main; main()")
+    here = tmp_path / "here"
+    (here / "pkg").mkdir(parents=True)
+
+    def run(*words):
+        return subprocess.run([sys.executable, command, *words], cwd=here, capture_output=True, text=True)
+
+    shown = run("--help").stdout
+    assert shown.startswith(f"usage: train-{name} [") and f"python -m labs.{name}" not in shown
+    wrong = run("none.py")
+    assert (wrong.returncode, wrong.stderr) == (2, f"train-{name}: there is no script none.py\n")
+    (here / "pkg" / "train.py").write_text("import pkg; print('trained')")
+    assert run(*(["--show-output", "--seconds", "0"] * (name == "doctor")), "-m", "pkg.train").stdout.count("trained")
+    (here / "labs.py").touch()
+    refused = run("-m", "pkg.train")
+    assert refused.returncode == 2 and f"{here}/labs.py has the name" in refused.stderr
+
+
+def test_without_nvidia_ml_py_the_page_says_what_is_missing(monkeypatch):
+    def missing(device):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
+
+    monkeypatch.setattr(state, "LOOK_S", 0.0)
+    hooks = SimpleNamespace(
+        undisturbed=True, device=None, torch=SimpleNamespace(cuda=SimpleNamespace(utilization=missing))
+    )
+    found = SimpleNamespace(unseen=[])
+    state.GpuLooks(hooks, found).run()
+    assert found.unseen == [state.NO_NVML] and "pip install nvidia-ml-py" in state.NO_NVML
 
 
 # -- two T4, as on Kaggle

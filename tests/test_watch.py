@@ -352,12 +352,12 @@ SLOW_AT = {
 
 def slow_recipe(long_s: float) -> str:
     """train_ddp.py with a validation on either rank, a save and a test that take so long, each from step to step."""
-    text = (Path(watch.__file__).parent / "recipes" / "train_ddp.py").read_text()
+    text = (Path(watch.__file__).parents[1] / "recipes" / "train_ddp.py").read_text()
     text = text.replace("def require(", SLOW + "def require(", 1)
     for place, lines in SLOW_AT.items():
         assert text.count(place) == 1
         text = text.replace(place, lines.lstrip("\n") + place)
-    data = f"DATA = Path({str(Path(watch.__file__).parent)!r})"
+    data = f"DATA = Path({str(Path(watch.__file__).parents[1])!r})"
     return text.replace("LONG", str(long_s)).replace("DATA = Path(__file__).resolve().parent.parent", data)
 
 

@@ -50,7 +50,7 @@ from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, did_you_mean, naming, require
 from labs.kit.place import Place
 
-PROG = "train-doctor" if Path(sys.argv[0]).name == "train-doctor" else "python -m labs.doctor"
+PROG = as_main.typed("train-doctor", "labs.doctor")
 MOST_STEPS = 10_000
 NO_TERMINAL = os.strerror(errno.ENOTTY)
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
@@ -71,7 +71,7 @@ def options(args: list[str]) -> Wanted:
     parser = argparse.ArgumentParser(
         PROG,
         f"{PROG} [options] train.py ...",
-        __doc__,
+        as_main.examples(__doc__, "labs.doctor", PROG),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -122,9 +122,6 @@ def _check_script(script: Path) -> None:
             pass
     except OSError as e:
         raise BadInput(f"cannot read {script} ({e.strerror})") from None
-    ours = Path(__file__).parents[1]
-    for path in (script.resolve().parent / "labs.py", script.resolve().parent / "labs" / "__init__.py"):
-        require(not path.exists() or path.parent == ours, f"{path} has the name of the doctor's own package: rename it")
 
 
 def _check_out(out: Path) -> None:
@@ -226,7 +223,7 @@ def _what_is_missing(failed: Facts) -> str:
     gives.
     """
     if failed.error.startswith("EOFError: EOF when reading a line"):
-        return "It asks for input, and sees no keyboard here: echo ANSWER | python -m labs.doctor ..."
+        return f"It asks for input, and sees no keyboard here: echo ANSWER | {PROG} ..."
     if NO_TERMINAL in failed.error or any(line.startswith("stty: ") for line in failed.output):
         return (
             "It needs a terminal, and sees none here, nor in a batch job: shutil.get_terminal_size() does without one."

@@ -9,13 +9,13 @@ import os
 import shlex
 import signal
 import statistics
+import string
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import jinja2
 
 from labs.doctor import bounds
 from labs.doctor.causes import HOLDS_BACK, OPTION, PARTS, READING
@@ -489,32 +489,97 @@ def _bytes(n: float) -> str:
 
 def write_html(report: Report, path: Path) -> Path:
     """One file that loads nothing. OSError if it cannot be written."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"capital": capital, "known": known, "priced": priced}
-    facts = report.seen
-    slowest = max(facts, key=lambda f: sum(f.step_s)) if facts else None
-    rows = parts(slowest) if slowest else []
-    header, ranks = rank_table(facts) if facts else ([], [])
+    page = string.Template(TEMPLATE.read_text("utf-8"))
+    title = escape(f"{report.script}: what holds it back")
+    return write_atomic(Path(path), page.substitute(title=title, main="\n".join(_main(report))))
+
+
+def _main(report: Report) -> Iterator[str]:
+    """Lines of HTML. Whatever is not written here goes through `escape`: a script's text stays text."""
+    yield f"<h1>{escape(answer(report))}</h1>"
+    yield from (f"<p>{escape(line)}</p>" for line in summary(report))
+    if report.facts:
+        yield f'<p class="soft"><code>{escape(shlex.join(report.facts[0].argv))}</code></p>'
+    if facts := report.seen:
+        yield from _html_parts(max(facts, key=lambda f: sum(f.step_s)), len(facts) > 1)
+        yield from _html_ranks(*rank_table(facts))
     most = max([2.0, *(f.bound.high for f in report.findings if f.bound)])
-    text = environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        report=report,
-        answer=answer(report),
-        summary=summary(report),
-        parts=rows,
-        ms=ms,
-        rank=slowest.rank if slowest else 0,
-        many=len(facts) > 1,
-        rank_header=header,
-        rank_rows=ranks,
-        colors=_colors(rows),
-        titles=TITLES,
-        most=most,
-        place=lambda x: _place_on_axis(x, most),
-        machine=machine(facts) if facts else [],
-        method=method(report),
-        command=shlex.join(report.facts[0].argv) if report.facts else "",
-    )
-    return write_atomic(Path(path), text)
+    for kind, title in TITLES.items():
+        if entries := report.entries(kind):
+            yield f"<h2>{escape(title)}</h2>"
+            for number, (finding, places) in enumerate(entries, 1):
+                yield from _html_finding(number, finding, places, most)
+    for title, texts in (("Healthy", report.healthy), ("Not known", report.unknown)):
+        if texts:
+            yield f"<h2>{title}</h2>\n<ul>"
+            yield from (f"<li>{escape(text)}</li>" for text in texts)
+            yield "</ul>"
+    if facts:
+        yield '<h2>Machine and method</h2>\n<div class="wide"><table><tbody>'
+        for what, value in machine(facts):
+            yield f'<tr><th scope="row">{escape(what)}</th><td>{escape(value)}</td></tr>'
+        yield f'</tbody></table></div>\n<p class="soft">{escape(method(report))}</p>'
+
+
+def _html_parts(facts: Facts, many_ranks: bool) -> Iterator[str]:
+    """A step as a bar, and as a table."""
+    rows = parts(facts)
+    if not rows:
+        return
+    color, said = _colors(rows), ", ".join(f"{name} {100 * share:.0f} %" for _, name, _, share in rows)
+    yield f"<h2>Where a step goes{f' (rank {facts.rank})' if many_ranks else ''}</h2>"
+    yield f'<div class="bar" role="img" aria-label="A step: {escape(said)}">'
+    for kind, name, _, share in rows:
+        label = escape(name) if share > 0.12 else ""
+        yield f'<span class="c{color.get(kind, 9)}" style="flex: {share:.4f} 1 0">{label}</span>'
+    yield '</div>\n<div class="wide"><table><thead><tr><th scope="col">part</th><th scope="col" class="n">per step</th>'
+    yield '<th scope="col" class="n">share</th></tr></thead><tbody>'
+    for kind, name, s, share in rows:
+        swatch = f'<span class="swatch c{color.get(kind, 9)}"></span>'
+        yield f'<tr><th scope="row">{swatch}{escape(name)}</th><td class="n">{ms(s)}</td>'
+        yield f'<td class="n">{100 * share:.0f} %</td></tr>'
+    yield "</tbody></table></div>"
+
+
+def _html_ranks(header: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """Their parts side by side."""
+    if not rows:
+        return
+    first, *others = map(escape, header)
+    heads = "".join(f'<th scope="col" class="n">{cell}</th>' for cell in others)
+    yield '<h2>The ranks differ</h2>\n<div class="wide"><table><thead><tr>'
+    yield f'<th scope="col">{first}</th>{heads}</tr></thead><tbody>'
+    for first, *others in rows:
+        cells = "".join(f'<td class="n">{escape(cell)}</td>' for cell in others)
+        yield f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>'
+    yield "</tbody></table></div>"
+
+
+def _html_finding(number: int, finding: Finding, places: Sequence[str], most: float) -> Iterator[str]:
+    yield f"<article>\n<h3>{number}. {escape(finding.name)}</h3>"
+    if finding.bound:
+        yield f'<p><span class="bound">{escape(priced(finding))} as fast</span>'
+        yield f' <span class="soft">{escape(finding.by)}</span></p>'
+        as_it_is, low, high, at = (
+            f"{10 + 2.8 * _place_on_axis(x, most):.1f}"
+            for x in (1.0, finding.bound.low, finding.bound.high, finding.bound.value)
+        )
+        yield '<svg viewBox="0 0 300 24" preserveAspectRatio="xMinYMid meet" aria-hidden="true">'
+        yield '<line class="axis" x1="10" x2="290" y1="8" y2="8"></line>'
+        yield f'<line class="axis" x1="{as_it_is}" x2="{as_it_is}" y1="2" y2="14"></line>'
+        yield f'<text x="{as_it_is}" y="23" text-anchor="middle">as it is</text>'
+        yield f'<text x="290" y="23" text-anchor="end">{most:.3g} x</text>'
+        yield f'<line class="range" x1="{low}" x2="{high}" y1="8" y2="8"></line>'
+        yield f'<circle cx="{at}" cy="8" r="5"></circle></svg>'
+    else:
+        yield f'<p class="soft">{escape(known(finding))}</p>'
+    yield f"<p>{escape(capital(finding.what))}.</p>\n<dl>"
+    yield from (f"<dt>line</dt><dd><code>{escape(where)}</code></dd>" for where in places)
+    cure = escape(finding.cure)
+    yield f"<dt>cure</dt><dd>{f'<code>{cure}</code>' if chr(10) in cure else cure}</dd>"
+    if finding.notebook:
+        yield f"<dt>notebook</dt><dd>{escape(finding.notebook)}</dd>"
+    yield "</dl>\n</article>"
 
 
 def _colors(rows: Sequence[tuple[str, str, float, float]]) -> dict[str, int]:

@@ -21,6 +21,7 @@ FEWEST = 12
 """Steps from which on growth per step is told."""
 LOOK_S, FEWEST_LOOKS = 0.2, 5
 """Between looks at the GPU; so many of them tell how busy it is."""
+NO_NVML = "how busy the GPU is, and the power that it takes: pip install nvidia-ml-py"
 
 
 class Usage:
@@ -64,10 +65,15 @@ class GpuLooks(threading.Thread):
 
     def run(self) -> None:
         """Until the event is set, or NVML is not there or says no: then it is not told."""
-        with suppress(Exception):
+        try:
             while not self.ended.wait(LOOK_S):
                 if self.hooks.undisturbed:
                     self.look()
+        except ModuleNotFoundError as e:  # torch asks by way of nvidia-ml-py, or of AMD's amdsmi
+            if "nvidia-ml-py" in str(e):
+                self.facts.unseen.append(NO_NVML)
+        except Exception:
+            pass
 
     def look(self) -> None:
         """Once; the facts get the medians as soon as there are enough of them."""

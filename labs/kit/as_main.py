@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import sys
 import types
 from importlib.machinery import SourceFileLoader
@@ -13,6 +14,18 @@ from pathlib import Path
 from labs.kit.errors import BadInput, require
 
 IN_PLACE = "the module of -m"  # a word that no script has
+
+
+def typed(command: str, module: str) -> str:
+    """What the user has typed, for messages: the command that pip has made, or `python -m module`."""
+    return command if Path(sys.argv[0]).name == command else f"python -m {module}"
+
+
+def examples(text: str, module: str, prog: str) -> str:
+    """A module's docstring with `prog` in place of `python -m module`; comments stay below each other."""
+    said = f"python -m {module}"
+    gap = " " * (len(said) - len(prog))
+    return re.sub(rf"{re.escape(said)}(.*?)(?=  +#)", rf"{prog}\1{gap}", text).replace(said, prog)
 
 
 def run(argv: list[str], module: str = "") -> None:
@@ -43,7 +56,7 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Na
     """(options of `parser`, path of the script and its arguments, full name of the module that it is or "").
 
     A script ends the options, and so does -m: all that follows the module's name is its own. BadInput for a module that
-    is not there.
+    is not there, and for a script that would import this `labs` in place of its own.
     """
     parser.add_argument("-m", metavar="MODULE", help="in place of a script, run as `python -m MODULE` would")
     parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
@@ -53,17 +66,28 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Na
         given, own = parser.parse_args([*args[:at], IN_PLACE]), args[at + 1 :]
         if str(given.script) == IN_PLACE:  # else this -m is the script's own
             require(bool(own), "-m needs the name of a module")
+            if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):  # of a command that pip has made
+                sys.path[0] = os.getcwd()  # as `python -m` has it
             name, path = module_file(own[0])
+            _check_name(Path.cwd())
             return given, [path, *own[1:]], name
     given = parser.parse_args(args)
+    _check_name(given.script.resolve().parent)
     return given, [str(given.script), *given.args], ""
+
+
+def _check_name(folder: Path) -> None:
+    """Refuse a folder of scripts that has a `labs` of its own: it would not be found."""
+    for path in (folder / "labs.py", folder / "labs" / "__init__.py"):
+        ours = path.parent == Path(__file__).parents[1]
+        require(ours or not path.exists(), f"{path} has the name of this command's own package: rename it")
 
 
 def module_file(name: str) -> tuple[str, str]:
     """(full name, path) of what `python -m name` would run: of a package its __main__. Nothing is imported for that."""
     first, *rest = name.split(".")
     try:
-        spec = importlib.util.find_spec(first)  # also in this folder: this process was started by -m itself
+        spec = importlib.util.find_spec(first)  # also in this folder: `parse` sees to it
     except ValueError:  # a name that Python keeps for itself
         spec = None
     require(spec is not None, f"-m: there is no module {first} in this folder, nor among the installed ones")

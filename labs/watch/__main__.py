@@ -39,7 +39,7 @@ from labs.watch import evidence
 from labs.watch.diagnosis import diagnose
 from labs.watch.watchman import Watchman
 
-PROG = "train-watch" if Path(sys.argv[0]).name == "train-watch" else "python -m labs.watch"
+PROG = as_main.typed("train-watch", "labs.watch")
 PATIENCE_S = 60.0
 
 
@@ -48,7 +48,7 @@ def options(args: list[str]) -> tuple[float, Path, list[str], str]:
     parser = argparse.ArgumentParser(
         PROG,
         f"{PROG} [--patience S] [--folder DIR] train.py ...",
-        __doc__,
+        as_main.examples(__doc__, "labs.watch", PROG),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -117,7 +117,7 @@ build() {
     [ ! -e "$WORK/pip.conf" ] || echo "$WORK/pip.conf:/etc/pip.conf" >> "$WORK/mounts"
     while read -r mount; do volumes+=(--volume "$mount:ro"); done < "$WORK/mounts"
     store bud --isolation chroot --pull-never --build-arg BASE="$(cat "$WORK/base")" \
-        --build-arg PIP_ARGS="${PIP_ARGS:-}" ${volumes[@]+"${volumes[@]}"} --tag "$IMAGE" "$ROOT"
+        --build-arg PIP_ARGS="${PIP_ARGS:-}" --build-arg EXTRAS=course,test ${volumes[@]+"${volumes[@]}"} --tag "$IMAGE" "$ROOT"
     rm -f "$WORK/pip.conf"
 }
 
