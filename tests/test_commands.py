@@ -65,6 +65,7 @@ def prepared(command, folder):
 
 
 TRIED = {
+    "python -m labs.claims",
     "python -m labs.hardware_probe",
     "python -m labs.hardware_probe --preflight",
     "python -m labs.measure_validation --nproc 1",

@@ -152,25 +152,21 @@ def test_the_notebook_view_is_small_and_escapes(monkeypatch):
     assert max(map(len, shown)) < 16_000
 
 
-def test_any_folder_for_temporary_files_and_any_working_directory(tmp_path):
+def test_a_script_needs_no_main_guard_and_any_folders_will_do(tmp_path):
+    """One that launches at its top level, with an odd folder for temporary files and another working directory."""
     folder = tmp_path / ("with space, ünïcode % and 'quotes', " + "x" * 120)
     folder.mkdir()
-    environment = new_environment(TMPDIR=str(folder))
-    code = "from labs.kit.launch import launch\nprint(launch('labs_for_tests.faulty', workers=1))"
-    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=250)
-    assert (done.stdout, done.stderr) == ("<1 records: ranks>\n", "")
+    environment, script = new_environment(TMPDIR=str(folder)), tmp_path / "script.py"
+    script.write_text(
+        "from labs.kit.launch import launch, run_on_ranks\nprint('once')\n"
+        "def function():\n    return 'of the script'\nprint(run_on_ranks(function))\n"
+        "print(launch('labs_for_tests.faulty', workers=1))\n"
+    )
+    done = subprocess.run([*PYTHON, script], env=environment, cwd="/", capture_output=True, text=True, timeout=250)
+    said = "once\n['of the script', 'of the script']\n<1 records: ranks>\n"
+    assert (done.stdout, done.stderr) == (said, "")
     assert_no_survivors(environment[MARK])
     assert not leftovers(folder)
-
-
-def test_a_script_that_launches_at_its_top_level_needs_no_main_guard(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os\nfrom labs.kit.launch import run_on_ranks\nprint('once')\n"
-        "def function():\n    return 'of the script'\nprint(run_on_ranks(function))\n"
-    )
-    done = subprocess.run([*PYTHON, script], env=new_environment(), capture_output=True, text=True, timeout=250)
-    assert (done.stdout, done.stderr) == ("once\n['of the script', 'of the script']\n", "")
 
 
 def test_no_room_for_temporary_files_is_one_line(monkeypatch):
