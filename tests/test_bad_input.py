@@ -5,9 +5,9 @@ import subprocess
 import pytest
 from processes import HERE, PYTHON, new_environment
 
-from labs import bucket_overlap, cost, ddp_overlap, gradient_compression, scaling_model, slow_link, strategy, two_levels
+from labs import cost, gradient_compression, slow_link, strategy, two_levels
 from labs.common import models
-from labs.kit.errors import BadInput, naming
+from labs.kit.errors import BadInput
 from labs.kit.lab import require_findable
 
 
@@ -25,9 +25,7 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain:factory", "plain:constant", "plain:renamed", "starred:join", "lazy:x", "broken:x"]
-)
+@pytest.mark.parametrize("name", ["plain:factory", "starred:join", "lazy:x", "broken:x"])
 def test_what_may_be_there_is_left_to_the_import(modules, name):
     require_findable(name.replace(":", "_for_this_test:"), "model")
 
@@ -37,8 +35,6 @@ def test_what_may_be_there_is_left_to_the_import(modules, name):
     [
         ("plain_for_this_test:nothing", "module 'plain_for_this_test' has no attribute 'nothing'"),
         ("missing_for_this_test:x", "No module named 'missing_for_this_test'"),
-        ("missing_for_this_test.deep:x", "No module named 'missing_for_this_test'"),
-        ("labs.nothing_of_that_name:x", "No module named 'labs.nothing_of_that_name'"),
         ("plain_for_this_test:", "must be package.module:factory"),
     ],
 )
@@ -51,15 +47,8 @@ def test_what_cannot_be_there_is_told_without_an_import(modules, name, words):
     ("lab", "option", "value"),
     [
         (slow_link, "mb_s", (0.0,)),
-        (slow_link, "mb_s", ()),
-        (gradient_compression, "mb_s", (5.0, 5.0)),
         (gradient_compression, "ways", ("fp32", "zip")),
-        (bucket_overlap, "mb_s", 0.0),
-        (ddp_overlap, "mb_s", -1.0),
-        (two_levels, "inside_mb_s", 0.0),
         (two_levels, "across_mb_s", 0.0),
-        (scaling_model, "step_s", 1e-9),
-        (scaling_model, "gpu", "H10"),
         (strategy, "gpu", "H10"),
         (cost, "offers", ("H10:8",)),
     ],
@@ -68,11 +57,6 @@ def test_what_shared_code_refuses_is_told_under_the_lab_s_own_name_once(lab, opt
     with pytest.raises(BadInput) as error:
         lab.Config(**{option: value})
     assert str(error.value).startswith(f"{option}: ") and str(error.value).count(f"{option}: ") == 1
-
-
-def test_naming_leaves_other_errors_alone():
-    with pytest.raises(ZeroDivisionError), naming("option"):
-        raise ZeroDivisionError
 
 
 AS_A_PROGRAM = """
@@ -91,19 +75,7 @@ finally:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "batch_size --model nosuch:thing",
-        *(
-            pytest.param(a, marks=pytest.mark.long)
-            for a in (
-                "mixed_precision --formats fp8",
-                "pipeline_parallel --micro-batches 7",
-                "profile_step --plant nowhere=3",
-                "memory_timeline --loops leaky",
-                "clinic --diagnose nosuch",
-            )
-        ),
-    ],
+    ["batch_size --model nosuch:thing", pytest.param("pipeline_parallel --micro-batches 7", marks=pytest.mark.long)],
 )
 def test_a_bad_value_is_told_before_a_model_is_built_or_much_is_imported(arguments):
     command = [*PYTHON, "-c", AS_A_PROGRAM, *f"labs.{arguments}".split()]

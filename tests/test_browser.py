@@ -1,8 +1,7 @@
 """JupyterLab in a real browser, as a learner sees it: figures, progress, interrupt.
 
-* Two notebooks are emptied and run by "Run All Cells", saved and read again: all pictures are shown, and no error.
-  `make test` runs the first cells of one, a launch and its figure among them.
-* `python -m labs.start` in a fresh checkout opens the learner's copy.
+`python -m labs.start` in a fresh checkout opens the learner's copy of a notebook, cut after its first figure. It is run
+by "Run All Cells", saved and read again: its pictures are shown, and no error.
 """
 
 import contextlib
@@ -29,10 +28,7 @@ from labs.kit.notebook_report import pictures
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-RUN = [p for p in NOTEBOOKS if p.stem[:2] in ("00", "04")]  # those that take least
-EMPTY = "emptied_"
-BEGINNING = f"beginning_of_{RUN[0].name}"
-"""Its cells up to the first figure."""
+FIRST = NOTEBOOKS[0].name
 SCREENSHOTS = ROOT / "build" / "screenshots"
 BROWSER_ARGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync""".split()
@@ -43,9 +39,6 @@ SETTINGS = {
         "autoStartDefaultKernel": True,
     },
 }
-# As in `make lab`
-ENCRYPTED = "--KernelManager.transport_encryption=auto"
-ASKS_NOTHING = f"--LabApp.app_settings_dir={ROOT / 'labs/kit/jupyterlab'}"
 RUN_S = 400
 expect.set_options(timeout=60_000)
 # A traceback of IPython's own is an "error"; one that an exception renders itself comes as "stderr".
@@ -64,29 +57,26 @@ launch("data_parallel", nproc=2, rounds=1_000_000, timeout_s=300, smoke=False)""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The notebooks, some without their outputs too, and one whose cell runs until it is stopped."""
-    folder = tmp_path_factory.mktemp("lab") / "notebooks"
-    shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
-    first = nbformat.read(RUN[0], as_version=4).cells
-    to_figure = next(n for n, cell in enumerate(first, start=1) if cell.cell_type == "code" and pictures(cell))
-    for path, name, last in [(RUN[0], BEGINNING, to_figure), *((p, f"{EMPTY}{p.name}", None) for p in RUN)]:
-        notebook = nbformat.read(path, as_version=4)
-        notebook.cells = notebook.cells[:last]
-        for cell in code_cells(notebook):
-            cell.outputs, cell.execution_count = [], None
-        nbformat.write(notebook, folder / name)
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    cells = [new_markdown_cell("# Wait"), new_code_cell(LONG), new_code_cell("print('still' + ' here')")]
-    nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "long.ipynb")
-    return folder
+def checkout(tmp_path_factory):
+    """The course as it comes, in a folder with a space in its name; its first notebook ends with its first figure."""
+    root = tmp_path_factory.mktemp("lab") / "my course"
+    for name in ("notebooks", "labs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copy(ROOT / "GLOSSARY.md", root)
+    notebook = nbformat.read(root / "notebooks" / FIRST, as_version=4)
+    last = next(n for n, c in enumerate(notebook.cells, start=1) if c.cell_type == "code" and pictures(c))
+    notebook.cells = notebook.cells[:last]
+    nbformat.write(notebook, root / "notebooks" / FIRST)
+    return root
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    """JupyterLab on a free port, with settings of its own and smoke runs; yields its URL, token and process."""
-    options = ["-m", "jupyterlab", f"--ServerApp.root_dir={folder}", ENCRYPTED, ASKS_NOTHING]
-    with serving(options, folder.parent) as server:
+def server(checkout):
+    """`python -m labs.start` of that checkout, with smoke runs; yields its URL, token and process."""
+    home = checkout.parent / "home"
+    home.mkdir()
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with serving(["-m", "labs.start"], home, PYTHONPATH=path) as server:
         yield server
 
 
@@ -213,67 +203,31 @@ def assert_pictures(page: Page, notebook: nbformat.NotebookNode) -> None:
     assert [p["alt"] for p in shown] == [p.alt for c in code_cells(notebook) for p in pictures(c)]
 
 
-WHOLE = [pytest.param(f"{EMPTY}{p.name}", marks=pytest.mark.long) for p in RUN]
-
-
-@pytest.mark.parametrize("name", [BEGINNING, *WHOLE])
-def test_a_learner_runs_the_notebook(page, server, folder, name):
-    open_notebook(page, server, name)
-    assert not pictures_shown(page)
+def test_a_learner_runs_a_fresh_copy(page, server, checkout):
+    url, token, _ = server
+    mine = checkout / "my" / FIRST
+    page.goto(f"{url}?token={token}")
+    first = page.locator(".jp-Notebook")
+    expect(first.locator("h1")).to_contain_text("Check your machine")
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
+    assert page.locator(".jp-OutputArea-output").count() == 0 and first.locator(".jp-CodeCell").count() > 3
+    assert not any(re.search(r"\d", prompt) for prompt in prompts(page))
+    expect(page.locator(".jp-DirListing-item")).to_have_count(len(NOTEBOOKS))
+    page.locator(".jp-CodeCell .jp-InputArea-editor").first.click()
+    page.keyboard.press("Control+Home")
+    page.keyboard.type("# mine\n")
     run_all(page)
     progress_seen = wait_until_done(page)
     assert_no_error(page)
     assert progress_seen, "no launch showed its progress while it ran"
     page.keyboard.press("Control+s")
-    saved = wait_for(lambda: run_completely(folder / name), what="the notebook to be saved")
+    saved = wait_for(lambda: run_completely(mine), what="the notebook to be saved")
     assert_pictures(page, saved)
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """The course as it comes, in a folder with a space in its name."""
-    root = tmp_path / "my course"
-    for name in ("notebooks", "labs"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    shutil.copy(ROOT / "GLOSSARY.md", root)
-    return root
-
-
-def started(checkout: Path, home: Path) -> contextlib.AbstractContextManager:
-    """`python -m labs.start` of that checkout."""
-    home.mkdir()
-    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return serving(["-m", "labs.start"], home, PYTHONPATH=path)
-
-
-def files_listed(page: Page) -> list[str]:
-    return page.locator(".jp-DirListing-item .jp-DirListing-itemName").all_inner_texts()
-
-
-@pytest.mark.long
-def test_a_fresh_start_opens_a_copy_without_outputs(browser, checkout, tmp_path):
-    with started(checkout, tmp_path / "home") as (url, token, _):
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(f"{url}?token={token}")
-        first = page.locator(".jp-Notebook")
-        expect(first.locator("h1")).to_contain_text("Check your machine")
-        expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
-        assert page.locator(".jp-OutputArea-output").count() == 0 and first.locator(".jp-CodeCell").count() > 10
-        assert not any(re.search(r"\d", prompt) for prompt in prompts(page))
-        expect(page.locator(".jp-DirListing-item")).to_have_count(len(NOTEBOOKS))
-        assert files_listed(page) == [p.name for p in NOTEBOOKS]
-        screenshot(page, "fresh-start")
-        page.locator(".jp-CodeCell .jp-InputArea-editor").first.click()
-        page.keyboard.type("# mine\n")
-        page.keyboard.press("Control+s")
-        wait_for(lambda: "# mine" in (checkout / "my" / NOTEBOOKS[0].name).read_text(), what="the copy to be saved")
-        first.get_by_role("link", name=re.compile("^Next: 01")).click()
-        expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
-        page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
-        expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")
-        page.close()
-    assert {p.name for p in (checkout / "my").glob("*.ipynb")} == {p.name for p in NOTEBOOKS}
-    assert copies.read(checkout / "my" / NOTEBOOKS[0].name).made_of, "JupyterLab dropped what the copy says of itself"
+    first.get_by_role("link", name=re.compile("^Next: 01")).click()
+    expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
+    page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
+    expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")
+    assert "# mine" in mine.read_text() and copies.read(mine).made_of, "JupyterLab dropped what the copy says of itself"
     assert {f.state for f in copies.update(root=checkout)} == {"current"}
 
 
@@ -288,8 +242,11 @@ def run_completely(path: Path) -> nbformat.NotebookNode | None:
 
 
 @pytest.mark.drill
-def test_interrupting_a_launch_leaves_nothing(page, server):
-    open_notebook(page, server, "long.ipynb")
+def test_interrupting_a_launch_leaves_nothing(page, server, checkout):
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [new_markdown_cell("# Wait"), new_code_cell(LONG), new_code_cell("print('still' + ' here')")]
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), checkout / "my" / "long.ipynb")
+    open_notebook(page, server, "my/long.ipynb")
     page.locator(".jp-CodeCell .jp-InputArea-editor").first.click()
     page.keyboard.press("Shift+Enter")
     expect(page.locator(".labs-progress", has_text="running")).to_be_visible()

@@ -1,4 +1,4 @@
-"""Experiments under a time budget: what each refuses, equal rounds on unequal ranks, and what a slow machine gets."""
+"""Experiments under a time budget: what each refuses, and what a slow machine gets."""
 
 import dataclasses
 import importlib
@@ -7,7 +7,7 @@ import pytest
 
 from labs.kit.errors import BadInput
 from labs.kit.lab import experiments
-from labs.kit.launch import launch, run_on_ranks
+from labs.kit.launch import launch
 from labs.kit.measure import LEAST_ROUNDS
 
 LABS = {
@@ -19,42 +19,18 @@ BUDGETED = [name for name, fields in LABS.items() if "seconds" in fields]
 FIXED = ("rounds", "seeds", "timed", "repetitions")  # what wins over seconds: the first that an experiment has
 
 
-def test_most_experiments_that_measure_have_a_budget():
-    assert len(BUDGETED) >= 20
-
-
-@pytest.mark.parametrize("name", BUDGETED)
-def test_seconds_are_positive_and_a_fixed_number_is_an_option(name):
-    lab = importlib.import_module(f"labs.{name}")
-    assert lab.Config().seconds > 0
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(BadInput, match=r"^seconds must be a positive number, not [-\w.]+$"):
-            lab.Config(seconds=seconds)
-    fixed = next(f for f in FIXED if f in LABS[name])
-    assert getattr(lab.Config(), fixed) is None
-    with pytest.raises(BadInput, match=rf"^{fixed} must be at least \d+, not 0"):
-        lab.Config(**{fixed: 0})
-
-
-def test_an_experiment_with_one_slow_rank_takes_equally_many_rounds_on_both():
-    def rounds():
-        import time
-
-        import torch
-        import torch.distributed as dist
-
-        from labs import gradient_accumulation as lab
-        from labs.kit import measure
-        from labs.kit.rank import Rank
-
-        me, sync = dist.get_rank(), measure.sync
-        measure.sync = lambda device: (time.sleep(0.02 * me), sync(device))
-        rank = Rank(me, 2, me, 2, torch.device("cpu"), "gloo", ())
-        records = list(lab.run(lab.Config(ways=("no_sync", "sync_every"), seconds=1.5), rank))
-        return [len(r.samples) for r in records if r.metric == "step_s"]
-
-    mine, yours = run_on_ranks(rounds)
-    assert mine == yours and len({*mine}) == 1 and mine[0] >= LEAST_ROUNDS and mine[0] % 2 == 0
+def test_seconds_are_positive_and_a_fixed_number_is_an_option():
+    assert len(BUDGETED) >= 20, "most experiments that measure have a budget"
+    for name in BUDGETED:
+        lab = importlib.import_module(f"labs.{name}")
+        assert lab.Config().seconds > 0, name
+        for seconds in (0.0, float("nan")):
+            with pytest.raises(BadInput, match=r"^seconds must be a positive number, not [-\w.]+$"):
+                lab.Config(seconds=seconds)
+        fixed = next(f for f in FIXED if f in LABS[name])
+        assert getattr(lab.Config(), fixed) is None, name
+        with pytest.raises(BadInput, match=rf"^{fixed} must be at least \d+, not 0"):
+            lab.Config(**{fixed: 0})
 
 
 def samples(**given):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from labs.chapters.nb00 import exercises as nb00
 from labs.kit import answers
-from labs.kit.check import TODO, Exercise, Mistake, check, examine, predict, show_solution
+from labs.kit.check import TODO, Exercise, Mistake, check, examine, predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 
@@ -64,13 +64,6 @@ def half_done(values):
     return TODO if total else total
 
 
-def stub_inside(values):
-    def inner():
-        return TODO
-
-    return inner()
-
-
 class StubMethod:
     def done(self):
         return 1
@@ -79,7 +72,7 @@ class StubMethod:
         TODO  # noqa: B018
 
 
-@pytest.mark.parametrize("candidate", [TODO, stub, half_done, stub_inside, StubMethod])
+@pytest.mark.parametrize("candidate", [TODO, half_done, StubMethod])
 def test_a_stub_is_to_do_without_being_run(candidate, monkeypatch):
     def never(f):
         raise AssertionError("the checker was run")
@@ -91,10 +84,6 @@ def test_a_stub_is_to_do_without_being_run(candidate, monkeypatch):
 def test_a_stub_that_hides_its_todo_is_to_do_when_it_runs():
     hidden = {"x": TODO}
     assert examine("00.9", lambda values: hidden["x"]).state == "to do"
-
-
-def test_todo_survives_pickling():
-    assert pickle.loads(pickle.dumps(TODO)) is TODO and repr(TODO) == "TODO"
 
 
 def test_an_error_shows_the_learners_own_line_and_a_hint(capsys):
@@ -143,19 +132,6 @@ def test_a_hidden_stub_on_ranks_is_to_do(monkeypatch):
 def test_wrong_shapes_of_answer_are_named(candidate, words):
     outcome = examine("00.9", candidate)
     assert outcome.state == "not yet" and words in outcome.text
-
-
-@pytest.mark.drill
-def test_a_loop_that_never_ends_is_stopped():
-    def endless(values):
-        while True:
-            try:
-                time.sleep(0.01)
-            except Exception:
-                continue
-
-    outcome = examine("00.9", endless)
-    assert outcome.state == "not yet" and "did not finish within 1.5 s" in outcome.text
 
 
 @pytest.mark.drill
@@ -244,11 +220,6 @@ def test_an_unknown_exercise_names_those_there_are():
     for unknown in ("00.77", "98.1", "x"):
         with pytest.raises(BadInput, match=r"00\.1.*00\.9"):
             check(unknown, mean)
-
-
-def test_show_solution_prints_the_source(capsys):
-    show_solution("00.9")
-    assert capsys.readouterr().out.startswith("def mean(values):\n")
 
 
 def test_a_prediction_is_a_number_that_knows_what_it_is_of():

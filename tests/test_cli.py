@@ -1,7 +1,6 @@
 """Bad input is one line that names the fix, and the help is good enough to be the documentation."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -61,19 +60,8 @@ def test_the_help_documents_everything(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert end.value.code == 0 and "What does it answer?" in text
     assert "    python -m labs.a_lab                       # code stays as it is\n" in text
-    for word in (
-        "--batch-size INT",
-        "Samples per rank.",
-        "(default: 64)",
-        "--mode {ddp,single}",
-        "--nproc",
-        "--smoke ",
-        "--out",
-        "--timeout-s",
-        "--oversubscribe",
-    ):
+    for word in ("--batch-size INT", "Samples per rank.", "(default: 64)", "--mode {ddp,single}", "--nproc", "--out"):
         assert word in text, word
-    assert "--no-" not in text
 
 
 @pytest.mark.parametrize(
@@ -81,11 +69,9 @@ def test_the_help_documents_everything(capsys, monkeypatch):
     [
         (["--batch-size", "0"], "batch_size must be at least 1, not 0"),
         (["--batch-size", "many"], "--batch-size: invalid literal for int() with base 10: 'many'"),
-        (["--batch-size"], "Missing value for argument '--batch-size'"),
         (["--batchsize", "3"], "there is no option --batchsize: did you mean '--batch-size'? --help lists them all"),
         (["--mode", "fsdp"], "invalid choice 'fsdp' for argument '--mode'. Expected one of ('ddp', 'single')"),
         (["--out", "/dev/null/x"], "/dev/null is not a folder: choose another file with --out"),
-        (["--out", "/tmp"], "/tmp is a folder: name a file in it with --out"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, told, capsys):
@@ -104,7 +90,6 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, told, capsys):
             "lab 'a_lab' has no parameter 'batchsize': did you mean 'batch_size'? It has batch_size, mode",
         ),
         ({"batch_size": "3"}, "batch_size of lab 'a_lab' must be int, not '3'"),
-        ({"mode": "fsdp"}, "mode of lab 'a_lab' must be one of 'ddp', 'single', not 'fsdp'"),
         ({"names": [1]}, "names of lab 'a_lab' must be tuple[str, ...], not [1]"),
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
     ],
@@ -120,14 +105,11 @@ def test_bad_parameters_name_the_fix(values, told):
     ("arguments", "told"),
     [
         ({"lab": "data_paralel"}, "no lab 'data_paralel': did you mean 'data_parallel'? The labs are"),
-        ({"lab": "models"}, "there is no lab 'models'"),
         ({"lab": "no_package.lab"}, "cannot import lab 'no_package.lab': No module named 'no_package'"),
         ({"lab": "os.path"}, "os.path is no lab: it needs a Config and a run()"),
-        ({"nproc": 0}, "nproc must be at least 1, not 0"),
         ({"nproc": 64}, "64 ranks need 64 devices"),
         ({"nproc": 1, "timeout_s": 0}, "timeout_s must be positive, not 0"),
         ({"device": "tpu"}, "device must be one of auto, cpu"),
-        ({"smok": True}, "has no parameter 'smok': did you mean 'smoke'?"),
     ],
 )
 def test_launch_refuses_bad_input_before_anything_starts(arguments, told, monkeypatch):
@@ -138,28 +120,14 @@ def test_launch_refuses_bad_input_before_anything_starts(arguments, told, monkey
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-REFUSED = {
-    "--nproc 0": "nproc must be at least 1, not 0",
-    "--nproc 64": "64 ranks need 64 devices and this machine has .* use --nproc .* --oversubscribe to share",
-    "--workers -1": "workers must be at least 0, not -1",
-}
-
-
 def test_the_shell_refuses_bad_input_before_anything_starts(tmp_path, monkeypatch):
-    """All at once: each spends its time on importing torch."""
     monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
-    environment, faulty = new_environment(TMPDIR=str(tmp_path)), [*PYTHON, "-m", "labs_for_tests.faulty"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = {a: subprocess.Popen([*faulty, *a.split()], env=environment, cwd=HERE, **pipes) for a in REFUSED}
-    try:
-        for arguments, process in started.items():
-            out, told = process.communicate(timeout=250)
-            assert (process.returncode, out, told.count("\n")) == (2, "", 1), told
-            assert re.match(f"python -m labs_for_tests.faulty: {REFUSED[arguments]}", told)
-    finally:
-        for process in started.values():
-            process.kill()
-            process.wait()
+    environment, command = new_environment(TMPDIR=str(tmp_path)), [*PYTHON, "-m", "labs_for_tests.faulty"]
+    done = subprocess.run(
+        [*command, "--nproc", "64"], env=environment, cwd=HERE, capture_output=True, text=True, timeout=250
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("python -m labs_for_tests.faulty: 64 ranks need 64 devices")
     assert_no_survivors(environment[MARK])
     assert not leftovers(tmp_path)
 

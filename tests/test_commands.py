@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from processes import new_environment
 
+from labs.kit.lab import experiments
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md", "docs/COMMANDS.md", "docs/TROUBLESHOOTING.md")
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*python -m \S.*")
@@ -63,7 +65,10 @@ def prepared(command, folder):
 
 
 TRIED = {
+    "python -m labs.claims",
+    "python -m labs.hardware_probe",
     "python -m labs.hardware_probe --preflight",
+    "python -m labs.measure_validation --nproc 1",
     "python -m labs.timing --nproc 1",
     "python -m labs.data_parallel",
     "python -m labs.data_parallel --nproc 2",
@@ -103,4 +108,10 @@ def run(module, monkeypatch):
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-SMOKE = {f"labs.{p.stem}" for p in (ROOT / "labs").glob("*.py") if re.search(r"^    smoke: bool", p.read_text(), re.M)}
+def takes_smoke(path):
+    """Whether an experiment has a parameter for short runs; a folder's Config may be in any of its files."""
+    files = [path] if path.parent.name == "labs" else path.parent.glob("*.py")
+    return any(re.search(r"^    smoke: bool", file.read_text(), re.M) for file in files)
+
+
+SMOKE = {f"labs.{name}" for name, path in experiments().items() if takes_smoke(path)}

@@ -8,20 +8,7 @@ import torch
 from labs.kit.errors import BadInput
 from labs.kit.hardware import Device, place
 from labs.kit.launch import run_on_ranks
-from labs.kit.rank import Rank, backend_for, unpinned, use
-
-
-@pytest.mark.parametrize(
-    ("kind", "nccl", "backend"),
-    [
-        ("cuda", True, "cpu:gloo,cuda:nccl"),
-        ("cuda", False, "gloo"),
-        ("cuda-shared", True, "gloo"),
-        ("cpu", True, "gloo"),
-    ],
-)
-def test_the_backend_fits_the_device(kind, nccl, backend):
-    assert backend_for(Device(kind, 0, "a device"), nccl) == backend
+from labs.kit.rank import Rank, unpinned, use
 
 
 def test_a_gpu_rank_makes_its_device_current_before_anything_else(monkeypatch):

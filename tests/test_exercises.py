@@ -18,45 +18,40 @@ def mutants(exercise_id: str) -> dict:
     return module.MUTANTS.get(exercise_id, {})
 
 
-START_PROCESSES = "00.3 02.1 02.4 03.4 07.1 07.2 08.1 08.2 10.1 10.2".split()
-"""Exercises whose check takes a second or more: `make test` tries the first mistake, `make test-all` each."""
-ONLY: dict[str, list[str]] = {"12.1": []}
-"""Exercises whose checks train: `make test` tries mistakes in test_exercise_capstone."""
+SLOW = "00.3 01.2 02.1 02.4 03.3 03.4 05.3 07.1 07.2 08.1 08.2 09.1 09.2 10.1 10.2 10.3 12.1".split()
+"""Exercises whose checks start processes or take long: `make test` tries the first mistake, `make test-all` each."""
+ALONE = "12.1"
+"""It trains, and is timed: `make test` tries it in test_exercise_capstone, with nothing beside it."""
 
-ALONE = {"12.1"}
-"""It is timed: `make test` checks its reference in test_exercise_capstone, with nothing beside it."""
-
-
-def quick(exercise_id: str) -> list[str]:
-    """The mistakes that `make test` tries."""
-    some = 1 if exercise_id in START_PROCESSES else None
-    return ONLY.get(exercise_id, list(mutants(exercise_id))[:some])
+PARTS = [(i, part) for i in IDS for part in ("first", "others") if part == "first" or i in SLOW]
 
 
-def marks(exercise_id: str, long: bool) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.long] * long + [pytest.mark.quiet] * (exercise_id in ALONE)
+def marks(exercise_id: str, part: str) -> list[pytest.MarkDecorator]:
+    alone = exercise_id == ALONE
+    return [pytest.mark.long] * (alone or part == "others") + [pytest.mark.quiet] * alone
 
 
-MUTANTS = [pytest.param(i, name, marks=marks(i, name not in quick(i))) for i in IDS for name in mutants(i)]
-
-
-@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=marks(i, i in ALONE)) for i in IDS])
+@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=marks(i, "first")) for i in IDS])
 def test_reference_passes(exercise_id, capsys):
     check(exercise_id, None, solutions=True)
     assert capsys.readouterr().out == f"{exercise_id} passed: {get_exercise(exercise_id).title}\n"
 
 
-@pytest.mark.parametrize("exercise_id", IDS)
-def test_stub_is_to_do(exercise_id, capsys):
-    names = ", ".join(inspect.signature(get_exercise(exercise_id).reference).parameters)
-    check(exercise_id, eval(f"lambda {names}: TODO", {"TODO": TODO}))
-    assert capsys.readouterr().out == f"{exercise_id} to do: {get_exercise(exercise_id).title}\n"
+def test_every_stub_is_to_do(capsys):
+    for exercise_id in IDS:
+        names = ", ".join(inspect.signature(get_exercise(exercise_id).reference).parameters)
+        check(exercise_id, eval(f"lambda {names}: TODO", {"TODO": TODO}))
+        assert capsys.readouterr().out == f"{exercise_id} to do: {get_exercise(exercise_id).title}\n"
 
 
-@pytest.mark.parametrize(("exercise_id", "name"), MUTANTS)
-def test_mistake_is_named(exercise_id, name):
-    answer, words = mutants(exercise_id)[name]
-    outcome = examine(exercise_id, answer)
-    assert outcome.state == "not yet", f"{exercise_id} lets {name!r} through: {outcome.text}"
-    assert words.lower() in outcome.text.lower()
-    assert "your code raised" not in outcome.text.splitlines()[0] or "Error" in words, "a typical mistake has its name"
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("exercise_id", "part"), [pytest.param(*p, marks=marks(*p)) for p in PARTS])
+def test_mistakes_are_named(exercise_id, part):
+    known = list(mutants(exercise_id).items())
+    chosen = (known[:1] if part == "first" else known[1:]) if exercise_id in SLOW else known
+    for name, (answer, words) in chosen:
+        outcome = examine(exercise_id, answer)
+        assert outcome.state == "not yet", f"{exercise_id} lets {name!r} through: {outcome.text}"
+        assert words.lower() in outcome.text.lower(), f"{name}: {outcome.text}"
+        raised = "your code raised" in outcome.text.splitlines()[0]
+        assert not raised or "Error" in words, f"{name}: a typical mistake has its name"

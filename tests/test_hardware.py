@@ -21,30 +21,18 @@ H100 = "NVIDIA H100 80GB HBM3"
 REPORT = nvml.report
 
 
-@pytest.mark.parametrize("n_gpus", [0, 1, 2, 8])
-@pytest.mark.parametrize("n", [1, 2, 64])
-@pytest.mark.parametrize("n_cores", [1, 2, 64])
-def test_auto_takes_gpus_if_there_are_enough_otherwise_cores(n, n_gpus, n_cores):
-    args = {"gpu_names": [H100] * n_gpus, "cores": range(n_cores)}
-    if n_gpus >= n:
-        found = hardware.devices(n, **args)
-        assert [(d.kind, d.index, d.cores) for d in found] == [("cuda", i, ()) for i in range(n)]
-    elif n_cores >= n:
-        found = hardware.devices(n, **args)
-        assert [(d.kind, d.cores) for d in found] == [("cpu", (i,)) for i in range(n)]
-    else:
-        with pytest.raises(BadInput, match=f"nproc={max(n_gpus, n_cores)}"):
-            hardware.devices(n, **args)
+def test_auto_takes_gpus_if_there_are_enough_otherwise_cores():
+    found = hardware.devices(2, gpu_names=[H100] * 8, cores=range(1))
+    assert [(d.kind, d.index, d.cores) for d in found] == [("cuda", i, ()) for i in range(2)]
+    found = hardware.devices(2, gpu_names=[H100], cores=range(2))
+    assert [(d.kind, d.cores) for d in found] == [("cpu", (i,)) for i in range(2)]
+    for n_gpus, n_cores, most in ((8, 2, 8), (0, 2, 2)):
+        with pytest.raises(BadInput, match=f"nproc={most}"):
+            hardware.devices(64, gpu_names=[H100] * n_gpus, cores=range(n_cores))
 
 
 def test_cores_are_those_of_the_affinity_not_the_first_numbers():
     assert [d.cores for d in hardware.devices(2, gpu_names=[], cores=(5, 9, 11))] == [(5,), (9,)]
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_devices_is_bad_input(n):
-    with pytest.raises(BadInput, match="at least 1"):
-        hardware.devices(n, gpu_names=[], cores=[0])
 
 
 def test_kind_cuda_names_every_way_out():
@@ -100,31 +88,16 @@ def test_without_nvml_torch_counts(monkeypatch):
 @pytest.mark.parametrize(
     "capability, arch_list, how",
     [
-        ((9, 0), ["sm_80", "sm_90"], "native"),
         ((8, 9), ["sm_80", "sm_86"], "native"),
         ((9, 0), ["sm_80"], None),
         ((9, 0), ["sm_80", "compute_80"], "ptx"),
-        ((7, 5), ["sm_80", "compute_80"], None),
-        ((9, 0), ["sm_90a"], "native"),
-        ((10, 3), ["sm_100", "sm_90"], "native"),
         ((10, 3), ["sm_100a"], None),
-        ((12, 0), ["sm_100", "compute_120"], "ptx"),
         ((8, 0), ["sm_86"], None),
-        ((9, 0), [], None),
         ((9, 0), ["gfx90a"], None),
     ],
 )
 def test_kernels_for_a_card(capability, arch_list, how):
     assert runs_on(capability, arch_list) == how
-
-
-def test_inventory_is_plain_json_and_starts_no_cuda():
-    code = (
-        "import json, torch; from labs.kit import hardware;"
-        "json.dumps(hardware.inventory()); hardware.devices(1); hardware.summary();"
-        "assert not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def test_starting_no_cuda_holds_in_a_build_with_cudnn(monkeypatch):
@@ -144,8 +117,8 @@ def test_starting_no_cuda_holds_in_a_build_with_cudnn(monkeypatch):
 
 def test_a_kernel_that_reads_all_of_the_hardware_has_no_cuda_driver_mapped():
     code = (
-        "import torch; from labs.kit import hardware, launch, preflight, record;"
-        "hardware.inventory(); hardware.place(1); hardware.summary(); preflight.gather();"
+        "import json, torch; from labs.kit import hardware, launch, preflight, record;"
+        "json.dumps(hardware.inventory()); hardware.place(1); hardware.summary(); preflight.gather();"
         "hardware.why_cores(hardware.place(1)); assert not torch.cuda.is_initialized();"
         "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else '';"
         "assert 'libcuda.so' not in maps"

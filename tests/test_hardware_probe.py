@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
 from labs import hardware_probe
-from labs.chapters.nb00 import figures as nb00
 from labs.common.timing import probe_report
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import load
-
-
-@pytest.mark.parametrize(
-    "values, words",
-    [
-        ({"dtypes": ("fp12",)}, "fp12"),
-        ({"message_kib": (0.001,)}, "message_kib"),
-        ({"rounds": 1}, "rounds"),
-        ({"models": ("resnet",)}, "resnet"),
-    ],
-)
-def test_bad_input_is_one_line_that_names_the_parameter(values, words):
-    with pytest.raises(BadInput, match=words) as e:
-        hardware_probe.Config(**values)
-    assert "\n" not in str(e.value)
-
-
-def test_predict_counts_products_and_models():
-    work = hardware_probe.predict(hardware_probe.Config(matmul_sizes=(96,), models=("mlp",)))
-    assert work["matmul 96"].intensity == pytest.approx(16) and work["mlp, 64 rows"].flop > 1e8
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +21,8 @@ def run():
 
 def test_records_cover_every_part(run):
     metrics = {r.metric for r in run}
-    assert metrics == {
-        "matmul_relative_error",
-        "all_reduce_error",
-        "matmul_flop_s",
-        "convolution_flop_s",
-        "memory_b_s",
-        "operator_s",
-        "model_flop_s",
-        "model_flop",
-        "model_bytes",
-        "model_operators",
-        "ceiling_rate",
-        "ceiling_speedup",
-        "all_reduce_s",
-        "busbw_b_s",
-    }
+    assert metrics >= {"matmul_flop_s", "convolution_flop_s", "memory_b_s", "operator_s", "model_flop_s", "busbw_b_s"}
+    assert metrics >= {"matmul_relative_error", "all_reduce_error", "ceiling_speedup", "model_bytes"}
     assert all(len(r.samples) == 3 for r in run if r.kind == "measured" and "error" not in r.metric)
     assert {r.kind for r in run.where("model_bytes")} == {"modelled"}
     assert len(run.where("matmul_relative_error")) == 2  # every rank answers for its own device
@@ -81,29 +44,6 @@ def test_busbw_of_two_ranks_is_size_over_time(run):
 def test_one_rank_has_no_ceiling_and_no_all_reduce():
     alone = launch("hardware_probe", nproc=1, device="cpu", smoke=True, parts=("ceiling", "all_reduce"))
     assert {r.metric for r in alone} == {"matmul_relative_error", "all_reduce_error"}
-    nb00.ceiling(alone, 1.0)
-    nb00.all_reduce(alone, 1.0)
-
-
-def shell(*args, **environ):
-    return subprocess.run(
-        [sys.executable, "-m", "labs.hardware_probe", *args],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | environ,
-    )
-
-
-@pytest.mark.long
-def test_preflight_as_json_saves_records_too(tmp_path):
-    done = shell("--smoke", "--json", "--device", "cpu", "--oversubscribe", "--out", str(tmp_path / "p.jsonl"))
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["ready"] and {c["status"] for c in said["checks"]} <= {"pass", "warn"}
-    assert said["inventory"]["container"]["cores"] >= 1
-    assert {s["metric"] for s in said["speed_limits"]} >= {"memory_b_s", "busbw_b_s"}
-    assert len(load(tmp_path / "p.jsonl")) == len(said["speed_limits"])
 
 
 @pytest.fixture
@@ -119,7 +59,7 @@ def command(monkeypatch, capsys):
     return run
 
 
-def test_what_ranks_print_stays_out_of_the_json(command, monkeypatch):
+def test_what_ranks_print_stays_out_of_the_json_and_records_are_saved(command, monkeypatch, tmp_path):
     """gloo warns where the host's name cannot be resolved, and what ranks print is shown."""
     real = probe_report.preflight
 
@@ -128,24 +68,20 @@ def test_what_ranks_print_stays_out_of_the_json(command, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(probe_report, "preflight", with_a_warning)
-    _, said, errors = command("--smoke", "--json", "--device", "cpu", "--nproc", "1", "--parts", "copies")
+    _, said, errors = command(
+        "--smoke", "--json", "--device", "cpu", "--nproc", "1", "--parts", "copies", "--out", str(tmp_path / "p.jsonl")
+    )
     assert json.loads(said)["checks"] and "[rank 0]" in errors
-
-
-def test_requiring_more_gpus_than_there_are_fails_with_a_remedy(command):
-    code, said, _ = command("--smoke", "--require-gpus", "99", "--device", "cpu", "--nproc", "1", "--parts", "copies")
-    assert code == 1
-    assert "99 required" in said and "NOT READY" in said
+    assert len(load(tmp_path / "p.jsonl")) == len(json.loads(said)["speed_limits"])
 
 
 @pytest.mark.parametrize(
     "args, words",
     [
         (("--rounds", "1"), "rounds must be"),
-        (("--require-gpus", "-1"), "require_gpus"),
         (("--nproc", "9999"), "oversubscribe"),
         (("--models", "no_such:factory", "--smoke"), "no_such"),
-        (("--report", "x.json"), "--report belongs to --preflight"),
+        (("--dtypes", "fp12"), "fp12"),
     ],
 )
 def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words, command, monkeypatch):

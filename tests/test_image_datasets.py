@@ -70,22 +70,18 @@ def test_all_formats_hold_the_same_items(formats, jpegs, kept, name):
         image, label = formats[name][i]
         assert (type(label), label) == (int, kept.labels[i])
         assert torch.equal(image, jpegs[i][0]) and image.is_contiguous()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_after_the_last_item_comes_an_index_error(formats, name):
     with pytest.raises(IndexError):
         formats[name][N]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["tar", "map", "ram"])
 def test_workers_return_what_the_process_itself_returns(formats, jpegs, name):
     batches = list(DataLoader(formats[name], 4, num_workers=2))
     assert torch.equal(torch.cat([images for images, _ in batches]), torch.stack([image for image, _ in jpegs]))
     assert torch.cat([labels for _, labels in batches]).tolist() == [label for _, label in jpegs]
 
 
-@pytest.mark.parametrize("name", ["jpeg", "tar", "map", "ahead"])
+@pytest.mark.parametrize("name", ["tar", "map"])
 def test_a_pickle_for_a_worker_that_is_not_forked_holds_no_images(formats, jpegs, name):
     formats[name][1]  # what is open now must not go along
     pickled = pickle.dumps(formats[name])
@@ -102,11 +98,9 @@ def test_workers_share_the_ram_cache(jpegs):
     assert not (before == 77).all() and (after == 77).all()
 
 
-@pytest.mark.parametrize("name", ["map", "ahead"])
-def test_writing_into_an_item_does_not_reach_the_file(formats, name):
-    again = MemoryMap(formats[name].path)
-    again[0][0].fill_(0)
-    assert not (MemoryMap(formats[name].path)[0][0] == 0).all()
+def test_writing_into_an_item_does_not_reach_the_file(formats):
+    MemoryMap(formats["map"].path)[0][0].fill_(0)
+    assert not (MemoryMap(formats["map"].path)[0][0] == 0).all()
 
 
 def test_draft_decodes_fewer_pixels_of_a_photo_and_changes_no_tile(kept, monkeypatch):
@@ -124,16 +118,6 @@ def test_draft_decodes_fewer_pixels_of_a_photo_and_changes_no_tile(kept, monkeyp
 # -- what cannot be read
 
 
-def broken(kind, path, good):
-    if kind == "cut short":
-        path.write_bytes(good.read_bytes()[:700])
-    elif kind == "text":
-        path.write_text("not an image")
-    elif kind == "empty":
-        path.touch()
-    return path
-
-
 def assert_names(dataset, workers, what):
     with pytest.raises(DataError, match=what) as info:
         list(DataLoader(dataset, 1, num_workers=workers))
@@ -142,19 +126,19 @@ def assert_names(dataset, workers, what):
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("kind", ["cut short", "text", "empty", "missing"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("kind", "workers"), [("cut short", 0), ("missing", 1)])
 def test_an_unreadable_jpeg_is_named(kept, tmp_path, kind, workers):
-    bad = broken(kind, tmp_path / "bad.jpg", kept.paths[0])
+    bad = tmp_path / "bad.jpg"
+    if kind == "cut short":
+        bad.write_bytes(kept.paths[0].read_bytes()[:700])
     dataset = JpegFolder([kept.paths[0], bad, kept.paths[1]], [0, 1, 2], SIDE)
     assert_names(dataset, workers, r"bad\.jpg \(item 1\) cannot be read as an image: ")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_image_in_a_shard_is_named(kept, tmp_path, workers):
-    files = [kept.paths[0], broken("text", tmp_path / "bad.jpg", None)]
-    dataset = TarShards(write_shards(files, [0, 1], tmp_path), SIDE)
-    assert_names(dataset, workers, r"000000\.tar at byte \d+ \(item 1\) cannot be read as an image: ")
+def test_an_unreadable_image_in_a_shard_is_named(kept, tmp_path):
+    (tmp_path / "bad.jpg").write_text("not an image")
+    dataset = TarShards(write_shards([kept.paths[0], tmp_path / "bad.jpg"], [0, 1], tmp_path), SIDE)
+    assert_names(dataset, 1, r"000000\.tar at byte \d+ \(item 1\) cannot be read as an image: ")
 
 
 def packed(path, mode="w", **files):
@@ -166,11 +150,8 @@ def packed(path, mode="w", **files):
 
 
 BAD_SHARDS = {
-    "missing": lambda f: f / "x.tar",
     "compressed": lambda f: packed(f / "x.tar", "w:gz", a_jpg=b"1", a_cls=b"0"),
     "no label": lambda f: packed(f / "x.tar", a_jpg=b"1"),
-    "label is text": lambda f: packed(f / "x.tar", a_jpg=b"1", a_cls=b"cat"),
-    "empty": lambda f: packed(f / "x.tar"),
 }
 
 
@@ -185,8 +166,6 @@ def saved(array):
 
 
 BAD_MAPS = {
-    "missing": lambda path, good: None,
-    "empty": lambda path, good: path.touch(),
     "text": lambda path, good: path.write_text("not an array"),
     "cut short": lambda path, good: path.write_bytes(good[:-1]),
     "another array": saved(np.zeros((3, 4))),
@@ -212,9 +191,7 @@ def test_too_little_shared_memory_is_one_line_instead_of_a_bus_error(jpegs, monk
     ("make", "says"),
     [
         (lambda: JpegFolder([], []), "0 paths and 0 labels"),
-        (lambda: JpegFolder(["a.jpg"], []), "1 paths and 0 labels"),
         (lambda: JpegFolder(["a.jpg"], [0], side=0), "side must be at least 1 pixel, not 0"),
-        (lambda: TarShards([]), "no shards given"),
         (lambda: write_shards(["a.jpg"], [0], ".", 0), "images_per_shard must be at least 1, not 0"),
     ],
 )

@@ -23,15 +23,12 @@ from labs.kit.measure import (
     WarmUp,
     differs,
     estimate,
-    fewest,
     interleave,
     orders,
     paired_ratio,
     require_budget,
     rounds_of,
-    rounds_within,
     steady_from,
-    time_steps,
     unpaired_ratio,
     warm_up,
 )
@@ -45,9 +42,8 @@ def noise(n, seed, scale=1.0):
     return [scale * (1.0 + draw.expovariate(30)) for _ in range(n)]
 
 
-@pytest.mark.parametrize("n", [8, 16])
-def test_a_a_differs_rarely_and_15_percent_is_found(n):
-    rounds = 120
+def test_a_a_differs_rarely_and_15_percent_is_found():
+    n, rounds = 8, 120
     same = sum(differs(paired_ratio(noise(n, i), noise(n, i + 1000))) for i in range(rounds))
     slower = sum(differs(paired_ratio(noise(n, i, 1.15), noise(n, i + 1000))) for i in range(rounds))
     assert same / rounds <= 0.15, "an A/A test must rarely show a difference"
@@ -65,7 +61,7 @@ def test_pairs_cancel_a_slow_spell_of_the_machine():
         paired_ratio([1.0], [0.0])
 
 
-@pytest.mark.parametrize("n", [7, 8, 13, 20])
+@pytest.mark.parametrize("n", [7, 20])
 def test_a_95_percent_interval_holds_the_median_in_95_percent_of_all_cases(n):
     rounds = 400
     draw = random.Random(n)
@@ -123,12 +119,6 @@ def test_an_unpaired_ratio_holds_the_true_one_in_19_of_20_cases():
     assert hits >= 0.93 * n, hits
 
 
-def test_swapping_the_sides_inverts_the_ratio():
-    a, b = noise(21, 1, 1.3), noise(21, 2)
-    there, back = paired_ratio(a, b), paired_ratio(b, a)
-    assert (1 / there.value, 1 / there.high) == pytest.approx((back.value, back.low), rel=2e-3)
-
-
 def test_estimates_are_medians_with_an_interval_and_the_same_every_time():
     samples = noise(15, 3)
     found = estimate(samples, "s")
@@ -141,27 +131,13 @@ def test_estimates_are_medians_with_an_interval_and_the_same_every_time():
         estimate([])
 
 
-def test_the_verdict_says_when_nothing_can_be_said():
-    assert "no difference that this run can show" in measure.verdict(
-        Estimate(1.01, 0.98, 1.03, 9, "x"), "pinned memory"
-    )
-    assert measure.verdict(Estimate(1.2, 1.1, 1.3, 9, "x"), "DDP") == "DDP: 1.20 x [1.10, 1.30]"
-    assert differs(Estimate(2, 1.9, 2.1, 9), null=1.8) and not differs(Estimate(2, 1.9, 2.1, 9), null=2.0)
-
-
 @pytest.mark.parametrize(
     ("value", "low", "high", "unit", "text"),
     [
         (0.01234, 0.01211, 0.01294, "s", "12.3 ms [12.1, 12.9]"),
-        (1.76, 1.7, 1.812, "x", "1.76 x [1.70, 1.81]"),
         (3.1e-8, 2.9e-8, 3.44e-8, "1", "3.1e-08 [2.9e-08, 3.4e-08]"),
         (378152, 378152, 378152, "B", "378 kB [378, 378]"),
         (1.2e12, 1e12, 1.3e12, "FLOP/s", "1.20 TFLOP/s [1.00, 1.30]"),
-        (2, 2, 2, "steps", "2 steps [2, 2]"),
-        (0, 0, 0, "s", "0 s [0, 0]"),
-        (0.5, 0.5, 0.5, "B", "0.500 B [0.500, 0.500]"),
-        (0.05, 0.04, 0.061, "x", "0.0500 x [0.0400, 0.0610]"),
-        (-3.2, -4, -1, "%", "-3.20 % [-4.00, -1.00]"),
         (1, 0, math.inf, "x", "1.00 x [0.00, inf]"),
     ],
 )
@@ -173,27 +149,17 @@ TRACES = {  # seconds of step i, without noise; the first steady step of 40, Non
     "steady from the start": (lambda i: 1.0, 0),
     "a slow first call": (lambda i: 50.0 if i == 0 else 1.0, 1),
     "faster from step 7": (lambda i: 3.0 if i < 7 else 1.0, 7),
-    "faster from step 17": (lambda i: 1.3 if i < 17 else 1.0, 17),
     "slower from step 21": (lambda i: 1.0 if i < 21 else 1.5, 21),
     "decay to a plateau": (lambda i: 1.0 + 4.0 * math.exp(-i / 5), 19),  # 4 exp(-i / 5) < 0.1 from i = 19
-    "stairs of 5 steps": (lambda i: max(1.0, 3.0 - 0.5 * (i // 5)), 20),
-    "every fourth takes longer": (lambda i: 3.0 if i % 4 == 3 else 1.0, 0),
     "every second takes longer": (lambda i: 3.0 if i % 2 else 1.0, 0),
     "grows for ever": (lambda i: 1.0 + 0.05 * i, None),
-    "grows slowly for ever": (lambda i: 1.0 + 0.02 * i, None),
-    "doubles for ever": (lambda i: 2.0**i, None),
 }
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_the_first_steady_step_is_found(name):
+def test_the_first_steady_step_is_found_in_noise_with_outliers_too(name):
     trace, first = TRACES[name]
     assert steady_from([trace(i) for i in range(40)]) == first
-
-
-@pytest.mark.parametrize("name", [n for n in TRACES if "slowly" not in n])
-def test_the_first_steady_step_is_found_in_noise_with_outliers(name):
-    trace, first = TRACES[name]
     found = []
     for seed in range(60):
         draw = random.Random(seed)
@@ -201,11 +167,6 @@ def test_the_first_steady_step_is_found_in_noise_with_outliers(name):
         found.append(steady_from(seconds))
     right = [f is None if first is None else f is not None and abs(f - first) <= 4 for f in found]
     assert sum(right) >= 48, found
-
-
-def test_too_few_steps_to_tell():
-    assert steady_from([]) is steady_from([1.0] * 11) is None and steady_from([1.0] * 12) == 0
-    assert steady_from([1.0] * 4, window=2) == 0
 
 
 @pytest.fixture
@@ -223,9 +184,7 @@ def traced(monkeypatch):
     ("name", "steps"),
     [
         ("steady from the start", 12),
-        ("a slow first call", 15),
         ("faster from step 7", 21),
-        ("decay to a plateau", 33),
         ("every second takes longer", 12),
     ],
 )
@@ -242,9 +201,6 @@ def test_warm_up_says_that_it_gave_up_at_the_limit(traced):
     warm = warm_up(lambda: None, CPU, max_steps=20)
     assert warm.steps == 20 and not warm.settled
     assert str(warm) == "not steady within 20 steps: the last 10 took 41 % longer than the first 10"
-    assert "took 50 % less than" in str(WarmUp((2.0, 2.0, 1.0, 1.0), settled=False))
-    traced(lambda i: 1.0)
-    assert str(warm_up(lambda: None, CPU, max_steps=1)).startswith("not steady within 1 step")
 
 
 def test_ranks_warm_up_for_equally_many_steps():
@@ -265,12 +221,6 @@ def test_ranks_warm_up_for_equally_many_steps():
         return warm.steps, warm.settled
 
     assert run_on_ranks(steps) == [(21, True)] * 2
-
-
-def test_every_step_is_timed_once():
-    calls = []
-    seconds = time_steps(lambda: calls.append(1), 7, CPU)
-    assert len(seconds) == len(calls) == 7 and all(s >= 0 for s in seconds)
 
 
 def test_interleaving_takes_turns():
@@ -297,7 +247,7 @@ def test_interleaving_draws_the_order_of_every_round():
     assert interleave({}, 3, CPU) == {}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
 def test_every_side_has_every_place_and_every_predecessor_equally_often(n):
     names = "abcdef"[:n]
     rounds = list(orders(names, 2 * n))
@@ -329,21 +279,6 @@ def test_a_proportion_has_an_interval_even_at_its_ends():
     assert (half.value, half.n) == (0.5, 100) and half.low == pytest.approx(0.404, abs=1e-3)
     with pytest.raises(ValueError):
         measure.proportion(0, 0)
-
-
-@given(level=st.floats(0.5, 0.9999))
-def test_the_fewest_samples_are_those_whose_extremes_reach_the_level(level):
-    n = fewest(level)
-    assert 1 - 2.0 ** (1 - n) >= level - 1e-9 and 1 - 2.0 ** (2 - n) < level + 1e-9
-    assert fewest() == 6
-
-
-@given(seconds=st.floats(1e-6, 1e6), round_s=st.floats(0, 1e6), least=st.integers(1, 50), more=st.integers(0, 500))
-def test_rounds_within_a_time_have_bounds_and_fit_where_they_may(seconds, round_s, least, more):
-    n = rounds_within(seconds, round_s, least, least + more)
-    assert least <= n <= least + more
-    assert n == least or n * round_s <= seconds * (1 + 1e-9)
-    assert n == least + more or (n + 1) * round_s > seconds * (1 - 1e-9)
 
 
 class Clock(threading.local):
@@ -463,7 +398,7 @@ def test_a_budget_tells_how_many_rounds_to_expect(clock):
     assert len(interleave({"a": step}, 3, CPU)["a"]) == 3, "a fixed number of rounds is taken as it is"
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", [0, float("nan")])
 def test_a_budget_that_is_no_time_is_refused_in_one_line(seconds):
     with pytest.raises(BadInput, match=r"^seconds must be a positive number, not"):
         require_budget(seconds, None)

@@ -24,9 +24,7 @@ def example(ranks: int, samples: int = 50, gpus: int = 0, others: float = 4.0) -
     return Trace(t_s, series, 0.002, (), others)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "samples", "gpus"), [(1, 1, 0), (2, 50, 0), (2, 1000, 0), (8, 1000, 8), (64, 1000, 0)]
-)
+@pytest.mark.parametrize(("ranks", "samples", "gpus"), [(1, 1, 0), (8, 1000, 8), (64, 1000, 0)])
 def test_strip_is_small_valid_and_described(ranks, samples, gpus):
     svg = strip_svg(example(ranks, samples, gpus))
     assert len(svg) < 4096

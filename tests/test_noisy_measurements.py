@@ -1,7 +1,6 @@
 """Formulas that are fed by measurements: noise that turns two times round must not end a learner's cell."""
 
 import math
-import statistics
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,6 @@ from labs.common.timing import collectives
 from labs.kit.check import predict
 from labs.kit.record import Record, Records
 from labs.pipeline_parallel import analysis
-from labs.tune_dataloader import rules
 
 SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes
 SECONDS = st.sampled_from([0.0, 1e-9, 1e-7]) | st.floats(1e-9, 100.0)  # equal and zero-ish ones often, in any order
@@ -70,21 +68,6 @@ def test_checkpoint_intervals(save_s, mtbf_s):
         assert 0 < checkpoint_interval.lost_share(interval_s, save_s, mtbf_s) <= 1 + 1e-9
 
 
-@given(st.lists(st.floats(0.1, 1e9), min_size=1, max_size=6), st.lists(st.floats(0.1, 1e9), min_size=6, max_size=6))
-def test_tuning_rules(loader_rates, model_rates):
-    loaders = dict(zip(rules.ladder(16), loader_rates, strict=False))
-    model = statistics.median(model_rates)
-    rules.reason_to_stop(model, loaders, 16)
-    assert rules.finalists(model, loaders)
-    rates = {rules.Setting(w): model_rates[: len(loader_rates)] for w in loaders}
-    assert rules.cheapest(rates).setting in rates
-
-
-@given(TIMES, TIMES)
-def test_bursts(waits, works):
-    assert rules.is_bursty(100.0, 200.0, waits, works) in (True, False)
-
-
 EVENTS = st.sampled_from(["killed", *(event for _, event in PHASES)])
 NOTED = st.fixed_dictionaries(
     {"event": EVENTS, "time": st.floats(0, 1e9), "rank": st.integers(0, 1), "restart": st.integers(0, 1)}
@@ -111,7 +94,7 @@ def records(lab: str, metric: str, cases: dict, samples: list[float], unit: str 
     return Record(lab, metric, unit, tuple(samples), case=cases, layout={"world_size": 2, "rank": None})
 
 
-@pytest.fixture(params=[(1e-3, 9e-3), (9e-3, 1e-3), (4e-3, 4e-3)], ids=["as expected", "reversed", "equal"])
+@pytest.fixture(params=[(1e-3, 9e-3), (9e-3, 1e-3)], ids=["as expected", "reversed"])
 def ends(request):
     """Seconds of the smallest and of the largest case."""
     return request.param

@@ -61,13 +61,6 @@ def test_a_figure_of_measurements_without_their_records_is_refused(kind):
         plot.to_png(fig)
 
 
-def test_a_figure_of_models_needs_no_records():
-    fig, ax = plot.figure("message", xlabel="ranks", ylabel="speed-up (x)")
-    plot.ideal(ax, [1, 2])
-    plot.to_png(fig)
-    assert fig.get_supxlabel() == "modelled by this course"
-
-
 @pytest.mark.parametrize(
     ("records", "line"),
     [

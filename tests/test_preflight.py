@@ -36,44 +36,25 @@ OUTCOMES = {
         "labs",
         "make lab",
     ),
-    "kernel has no place": (
-        jupyter_checks.kernel(Kernel(problem=jupyter_checks.RUNTIME + " takes no files")),
-        "fail",
-        "runtime folder",
-        "JUPYTER_RUNTIME_DIR",
-    ),
     "kernel of another Python": (
         jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/other"),
         "fail",
         "another Python",
         "JUPYTER_PREFER_ENV_PATH",
     ),
-    "kernel shows nothing": (jupyter_checks.kernel(Kernel(1.0, "/venv", False), "/venv"), "fail", "no table", "make"),
-    "JupyterLab loads": (jupyter_checks.jupyterlab(""), "pass", "loaded", ""),
     "JupyterLab is broken": (jupyter_checks.jupyterlab("ImportError: jinja2"), "fail", "jinja2", "make lab"),
-    "port is free": (jupyter_checks.port(""), "pass", "8888", ""),
     "port is taken": (jupyter_checks.port("taken"), "warn", "8888 is taken", "--port 9000"),
-    "port is forbidden": (jupyter_checks.port("Permission denied"), "warn", "Permission", "--port 9000"),
-    "cores are quiet": (system_checks.quiet(3.0), "pass", "3 %", ""),
     "cores are busy": (system_checks.quiet(35.0), "warn", "35 %", "close"),
-    "processes talk": (system_checks.connection(""), "pass", "127.0.0.1", ""),
     "a firewall": (system_checks.connection("no connection within 5 s", "Linux"), "fail", "5 s", "iptables"),
-    "clock is right": (system_checks.clock(Clock(**CLOCK)), "pass", "2033-05-18", ""),
     "clock is in the past": (system_checks.clock(Clock(**CLOCK | {"now_s": 1e9}), "WSL"), "warn", "2001", "hwclock"),
     "clock is moved": (system_checks.clock(Clock(**CLOCK, moved_s=-3.0)), "warn", "-3.0 s", ""),
     "timer is coarse": (system_checks.clock(Clock(**CLOCK | {"tick_s": 1e-3})), "warn", "1000 us", "another machine"),
-    "no process limit": (system_checks.processes(None), "pass", "no limit", ""),
-    "few processes": (system_checks.processes(300), "warn", "300", "ulimit -u"),
     "hardly any processes": (system_checks.processes(20), "fail", "20", "--pids-limit"),
-    "no settings": (system_checks.settings({"OMP_NUM_THREADS": ""}), "pass", "", ""),
+    "few processes": (system_checks.processes(300), "warn", "300", "ulimit -u"),
     "settings": (system_checks.settings({"CUDA_LAUNCH_BLOCKING": "1"}), "warn", "CUDA_LAUNCH", "unset CUDA_LAUNCH"),
-    "first launch": (system_checks.first_launch(3.0, 0.5), "pass", "3.0 s", ""),
     "slow first launch": (system_checks.first_launch(40.0, 0.5), "warn", "40.0 s", "local disk"),
     "course on a Windows disk": (place_checks.course_place(Path("/mnt/c/course"), "WSL"), "warn", "Windows", "cp -r"),
-    "course on Linux's /mnt": (place_checks.course_place(Path("/mnt/c/course"), "Linux"), "pass", "", ""),
-    "folder takes files": (place_checks.folders({"my": ""}), "pass", "takes files", ""),
     "my/ is read-only": (place_checks.folders({"my": "Read-only"}), "fail", "Read-only", "chmod"),
-    "/tmp is full": (place_checks.folders({"temporary": "3 MiB free"}), "fail", "3 MiB", "TMPDIR"),
     "room": (place_checks.room(True, ""), "pass", "takes files", ""),
     "room is not mounted": (place_checks.room(True, "no folder /x here"), "warn", "no folder", "mount"),
     "all notebooks": (course_checks.notebooks(CourseFiles(7)), "pass", "7, as committed", ""),
@@ -83,18 +64,6 @@ OUTCOMES = {
         "missing: 03.ipynb",
         "git checkout -- notebooks/03.ipynb",
     ),
-    "a notebook is missing, no git": (
-        course_checks.notebooks(CourseFiles(7, ("notebooks/03.ipynb",), compared=False)),
-        "fail",
-        "missing: 03.ipynb",
-        "copy",
-    ),
-    "a notebook is broken": (
-        course_checks.notebooks(CourseFiles(7, unreadable=("notebooks/03.ipynb",))),
-        "fail",
-        "unreadable: 03",
-        "git checkout",
-    ),
     "a notebook was edited": (
         course_checks.notebooks(CourseFiles(7, modified=("notebooks/03.ipynb",))),
         "warn",
@@ -102,8 +71,6 @@ OUTCOMES = {
         "git checkout -- notebooks/03.ipynb (your answers",
     ),
     "a lab was edited": (course_checks.code(CourseFiles(7, code=("labs/ä.py",))), "warn", "ä.py", "-- labs/ä.py"),
-    "labs as committed": (course_checks.code(CourseFiles(7)), "pass", "as committed", ""),
-    "data": (course_checks.data((), 11), "pass", "11 files", ""),
     "damaged data": (course_checks.data(("labs/common/data/moby_dick.txt",), 11), "fail", "moby", "git checkout"),
     "packages": (course_checks.versions(Packages(PINS, PINS)), "pass", "2 as tested", ""),
     "a package is missing": (
@@ -111,12 +78,6 @@ OUTCOMES = {
         "fail",
         "not installed in this Python: numpy",
         "make lab",
-    ),
-    "another Python": (
-        course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"})), True),
-        "fail",
-        "not installed in this Python",
-        ".venv/bin/python -m labs",
     ),
     "a package is another": (
         course_checks.versions(Packages(PINS, PINS | {"numpy": "1.26"})),
@@ -148,20 +109,9 @@ def test_each_outcome_says_what_is_and_what_to_do(case):
     assert "\n" not in check.detail + check.remedy
 
 
-@pytest.mark.parametrize(
-    ("gpus", "require", "plan"),
-    [
-        (0, 0, [(2, "cpu")]),
-        (0, 4, [(2, "cpu")]),
-        (1, 0, [(2, "cpu"), (1, "cuda")]),
-        (2, 0, [(2, "cuda")]),
-        (8, 0, [(2, "cuda")]),
-        (8, 4, [(4, "cuda")]),
-        (4, 8, [(4, "cuda")]),
-    ],
-)
-def test_ranks_start_on_what_there_is(gpus, require, plan):
-    assert ranks_trial.plans(gpus, require) == plan
+def test_ranks_start_on_what_there_is():
+    assert ranks_trial.plans(0, 4) == [(2, "cpu")] and ranks_trial.plans(1, 0) == [(2, "cpu"), (1, "cuda")]
+    assert ranks_trial.plans(8, 0) == [(2, "cuda")] and ranks_trial.plans(4, 8) == [(4, "cuda")]
 
 
 # -- checks that raise or hang
@@ -197,16 +147,13 @@ def report(*statuses: str) -> verdict.Report:
     ("statuses", "sentence"),
     [
         (["pass"] * 30, "GO: ready for the course"),
-        (["pass", "warn"], "GO: ready for the course, with 1 warning"),
-        (["fail", "pass"], "NO-GO: 1 thing to mend: check 0"),
         (["warn", "fail", "fail"], "NO-GO: 2 things to mend: check 1, check 2, with 1 warning"),
     ],
 )
-@pytest.mark.parametrize("columns", [20, 80, 500])
-def test_the_verdict_comes_first_and_last_on_one_screen(statuses, sentence, columns):
-    lines = verdict.as_text(report(*statuses), columns, saved="build/preflight.json").splitlines()
+def test_the_verdict_comes_first_and_last_on_one_screen(statuses, sentence):
+    lines = verdict.as_text(report(*statuses), 80, saved="build/preflight.json").splitlines()
     assert lines[0] == lines[-1] and lines[0].strip("= ") == sentence
-    assert len(lines) <= 24 and max(map(len, lines)) <= max(72, min(columns, 110))
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
     assert "0123456789ab" in lines[1] and "Ada" in lines[1]
     for n in range(len(statuses)):
         assert any(f"check {n}" in line for line in lines[1:-1])

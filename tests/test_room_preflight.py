@@ -88,7 +88,6 @@ def test_the_control_group_limits_processes(tmp_path):
 ARGUMENTS = [
     (["--rounds", "3"], "--rounds does not go with --preflight"),
     (["--require-gpus", "-1"], "at least 0"),
-    (["--require-gpus", "two"], "--require-gpus"),
     (["--report", "."], "--report"),
 ]
 

@@ -29,9 +29,9 @@ def records(error, floor, **case):
     return Records([*made, Record("a_lab", rounding.METRIC, "1", [floor], case=case)])
 
 
-@pytest.mark.parametrize(("error", "wrong"), [(0.0, 0), (2e-7, 0), (15e-7, 0), (17e-7, 1), (0.5, 1)])
-def test_what_lies_beyond_it_is_found(error, wrong):
-    assert len(rounding.beyond(records(error, 1e-7))) == wrong
+def test_what_lies_beyond_it_is_found():
+    for error, wrong in ((0.0, 0), (15e-7, 0), (17e-7, 1)):
+        assert len(rounding.beyond(records(error, 1e-7))) == wrong
 
 
 def test_each_model_has_its_own():

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 
 import chromium
 import nbformat
@@ -10,11 +9,9 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from labs.classroom.slides.__main__ import main
-from labs.classroom.slides.pages import slides_page
 from labs.classroom.slides.parts import PAGE_CHARACTERS, parts_of, table_pages
-from labs.kit.notebook_report import Formulas, pictures
+from labs.kit.notebook_report import Formulas
 
-ROOT = Path(__file__).parents[1]
 BAR = new_output("display_data", {"text/html": '<div class="labs-progress">timing: done</div>'})
 FIGURE = new_output("display_data", {"text/html": '<img alt="a figure" src="data:image/png;base64,iVBORw0KGgo=">'})
 TEXT = new_output("stream", text="2 x\n")
@@ -86,25 +83,13 @@ def test_long_table_is_cut_into_pages_with_the_head_on_each_and_the_notes_once()
         ("costs $3 and $4", 0),
         ("$n$ ranks, $2\\frac{n-1}{n}S$ bytes", 2),
         ("`$HOME` and `$x$`", 0),
-        ("$$t = a + b$$", 1),
         ("```\n$x$\n```", 0),
-        ("\\$5 and 6\\$", 0),
     ],
 )
 def test_formulas_are_told_from_prices_and_code(text, formulas):
     store = Formulas()
     page = store.put_back(store.take_out(text))
     assert len(store.found) == page.count("<math") == formulas
-
-
-def test_slides_load_nothing_from_the_network_and_keep_all_figures():
-    path = ROOT / "notebooks" / "03_dataparallel_vs_ddp.ipynb"
-    page = slides_page(path)
-    loaded = re.findall(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']([^"']+)""", page)
-    assert [url for url in loaded if not url.startswith(("data:", "reveal/dist/"))] == []
-    assert not re.search(r"@import|url\(['\"]?https?:", page)
-    figures = [p.src for c in nbformat.read(path, as_version=4).cells for p in pictures(c)]
-    assert len(figures) > 5 and all(src[:500] in page for src in figures if src.startswith("data:image/png"))
 
 
 def slides(monkeypatch, *arguments):
