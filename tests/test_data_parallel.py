@@ -88,6 +88,7 @@ def test_the_figure_names_a_ceiling_only_where_ddp_is_shown_to_be_below_it():
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": 33, "split": "strong"}, "multiple of 2"),
         ({"modes": ("ddp",)}, "must hold 'single'"),
+        ({"inner": 0}, "inner must be at least 1"),
         ({"model": "resnet"}, "there is no model 'resnet'"),
     ],
 )

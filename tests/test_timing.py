@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -136,6 +137,14 @@ def raises():
     raise RuntimeError("no weights here\nand a second line")
 
 
+def leaves():
+    sys.exit(3)
+
+
+def nothing():
+    return None
+
+
 def frozen():
     return Workload(nn.Linear(8, 4).requires_grad_(False), rows, mse)
 
@@ -144,8 +153,20 @@ def detached():
     return Workload(nn.Linear(8, 4), rows, lambda output, y: mse(output.detach(), y))
 
 
+def not_a_number():
+    return Workload(nn.Linear(8, 4), rows, lambda output, y: mse(output, y) * float("nan"))
+
+
 def fixed_batch():
     return Workload(nn.Linear(8, 4), lambda n: rows(64), mse)
+
+
+def a_dictionary():
+    return Workload(nn.Linear(8, 4), lambda n: ({"x": 1, "y": 2}, torch.zeros(n)), mse)
+
+
+def not_scalar():
+    return Workload(nn.Linear(8, 4), rows, lambda output, y: output)
 
 
 def hangs():
@@ -154,8 +175,13 @@ def hangs():
 
 FACTORIES = {
     "raises": "cannot be built: RuntimeError: no weights here and a second line",
+    "leaves": "cannot be built: SystemExit: 3",
+    "nothing": "it returned NoneType, not a labs.models.Workload",
     "frozen": "no parameter that requires a gradient",
     "detached": "its loss does not depend on a parameter",
+    "not_a_number": "its first loss is nan",
+    "a_dictionary": "returned dict and Tensor, two tensors are needed",
+    "not_scalar": r"its loss has shape \(2, 4\), a scalar is needed",
     "fixed_batch": r"its make_batch\(2\) returned 64 rows and 64 targets",
     "hangs": "no step within 0.3 s",
     "missing": "cannot be imported",
