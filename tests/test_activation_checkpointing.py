@@ -60,7 +60,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def run():
-    return launch("activation_checkpointing", nproc=1, smoke=True)
+    return launch("activation_checkpointing", nproc=1, smoke=True, parts=("pareto", "chain", "variants"))
 
 
 # -- prediction
@@ -180,15 +180,12 @@ def test_what_grows_with_the_square():
 # -- the lab
 
 
-@pytest.mark.parametrize(
-    "metric",
-    ["peak_bytes", "saved_bytes", "predicted_peak_bytes", "flops", "gradients_equal", "gradient_difference", "step_s"],
-)
-def test_every_policy_has_it(run, metric):
+def test_every_policy_has_every_metric(run):
     policies = possible(deep_models.build("deep_mlp", 0).module)
-    if metric.startswith("predicted"):
-        policies.remove("selective")  # what that keeps depends on operations, not on blocks
-    assert [r.case["policy"] for r in run.where(metric, part="pareto")] == policies
+    for metric in ("peak_bytes", "saved_bytes", "flops", "gradients_equal", "gradient_difference", "step_s"):
+        assert [r.case["policy"] for r in run.where(metric, part="pareto")] == policies
+    policies.remove("selective")  # what that keeps depends on operations, not on blocks
+    assert [r.case["policy"] for r in run.where("predicted_peak_bytes", part="pareto")] == policies
 
 
 def test_gradients_are_bitwise_equal_and_a_third_more_is_computed(run):
@@ -236,11 +233,8 @@ def test_two_ranks_and_a_model_of_your_own():
     [
         ({"model": "labs.models:mlp", "policies": ("segments:9",)}, "segments:9 of 5 blocks"),
         ({"model": "char_gtp"}, "there is no model 'char_gtp': take one of deep_mlp"),
-        ({"policies": ("segment:3",)}, "there is no policy 'segment:3'"),
         ({"rounds": 0}, "rounds must be"),
-        ({"batch": 0}, "batch must be"),
         ({"parts": ()}, "parts must name one"),
-        ({"sequences": ()}, "sequences must hold"),
     ],
 )
 def test_bad_input_is_one_line(values, message):

@@ -153,11 +153,9 @@ def test_backward_runs_outside_of_autocast_and_forward_inside(case):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("fp32", torch.float32),
         ("tf32", torch.float32),
         ("bf16", torch.bfloat16),
         ("fp16", torch.float16),
-        ("fp16, no scaling", torch.float16),
     ],
 )
 def test_products_run_in_the_format(name, dtype):

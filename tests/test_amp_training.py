@@ -184,11 +184,8 @@ def test_formats_are_compared_seed_by_seed():
     ("values", "words"),
     [
         ({"formats": ("fp8",)}, "formats may hold fp32; .* not fp8"),
-        ({"loss_exponents": (0, 0)}, "must be different ones"),
         ({"loss_scale": 1000.0}, "power of two"),
-        ({"batch": 0}, "batch must be at least 1"),
         ({"samples": 8200}, "multiple of batch"),
-        ({"gradient_models": ("cnn", "cnn")}, "gradient_models must be different"),
         ({"gradient_models": ("nope",)}, "there is no model 'nope'"),
     ],
 )

@@ -117,13 +117,9 @@ def test_every_batch_and_way_is_measured(nproc, modes):
     ("values", "words"),
     [
         ({"batches": ()}, "batches must hold positive numbers"),
-        ({"batches": (32, 0)}, "batches must hold positive numbers"),
         ({"batches": (32, 32)}, "batches must be different"),
         ({"rounds": 0}, "rounds must be at least 1, not 0"),
-        ({"rounds": -3}, "rounds must be at least 1, not -3"),
-        ({"budget_s": 0.0}, "budget_s must be positive"),
         ({"budget_s": math.nan}, "budget_s must be positive"),
-        ({"model": "resnet"}, "there is no model 'resnet'"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(values, words):

@@ -19,11 +19,8 @@ from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
 from labs.all_reduce_anatomy import ring
-from labs.chapters.nb07 import figures
 from labs.common.communication import delay, wire
-from labs.common.timing.collectives import bus_factor
 from labs.gradient_compression import compression
-from labs.kit import plot
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
@@ -47,14 +44,6 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
     assert [held.index(everyone) for held in scattered.holds] == [(r + 1) % ranks for r in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", first(1, [3, 2, 4, 5]))
-def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
-    fig, alt, sentence = figures.draw_ring(ranks)
-    plot.to_png(fig)
-    assert len(fig.axes) == 2 * ranks - 1 and f"the sum of all {ranks}" in alt
-    assert f"{bus_factor('all_reduce', ranks):.2f} times the vector" in sentence
-
-
 def ring_against_torch(numbers: int) -> tuple[bool, bool]:
     """Whether whole numbers have the same bits as torch's sum, and whether the input was replaced in place."""
     x = torch.arange(numbers, dtype=torch.float32) * (dist.get_rank() + 1)
@@ -64,7 +53,7 @@ def ring_against_torch(numbers: int) -> tuple[bool, bool]:
     return torch.equal(by_hand, by_torch), not torch.equal(by_hand, x)
 
 
-@pytest.mark.parametrize("ranks, numbers", first(2, [(3, 10), (4, 2), (2, 10), (3, 100_003)]))
+@pytest.mark.parametrize("ranks, numbers", first(1, [(4, 2), (3, 10), (2, 10), (3, 100_003)]))
 def test_the_ring_by_hand_sums_like_torch(ranks, numbers):
     assert run_on_ranks(ring_against_torch, ranks, numbers) == [(True, True)] * ranks
 
@@ -129,10 +118,9 @@ def limits_in_turn(mb_s: float) -> tuple[set[int], dict]:
     return seen, wire.in_turn(steps, SimpleNamespace(smoke=False, rounds=3), rank, mb_s=mb_s)
 
 
-@pytest.mark.parametrize("mb_s, limit", [(wire.NO_PACE, wire.NO_LIMIT), (20.0, int(2e7))])
-def test_steps_are_timed_in_turn_over_the_wire_that_is_asked_for(mb_s, limit):
-    found = run_on_ranks(limits_in_turn, 2, mb_s)
-    assert all(seen == {limit} for seen, _ in found)
+def test_steps_are_timed_in_turn_over_the_wire_that_is_asked_for():
+    found = run_on_ranks(limits_in_turn, 2, 20.0)
+    assert all(seen == {int(2e7)} for seen, _ in found)
     seconds = found[0][1]
     assert seconds == found[1][1] and {name: len(s) for name, s in seconds.items()} == {"look": 3, "nothing": 3}
     assert min(seconds["nothing"]) > 0.009, "rank 1 sleeps for 10 ms: the slowest rank counts"
@@ -184,14 +172,12 @@ def test_where_no_kernel_paces_a_lab_runs_over_an_emulated_wire_and_says_so(lab)
         assert {"acted_out", "step_s"} <= metrics and "no byte is held back" in label[0] and name == "emulated wire"
 
 
-def test_two_levels_still_needs_a_kernel_that_paces():
-    with pytest.raises(BadInput, match="cannot pace"):
-        run_on_ranks(paced_without_pacing, 2)
-
-
-def paced_without_pacing() -> None:
-    wire.can_pace = lambda: False
-    with wire.paced(this_rank(), 1e7):
+def test_two_levels_still_needs_a_kernel_that_paces(monkeypatch):
+    monkeypatch.setattr(wire, "can_pace", lambda: False)
+    with (
+        pytest.raises(BadInput, match="cannot pace"),
+        wire.paced(Rank(0, 2, 0, 2, torch.device("cpu"), "gloo", ()), 1e7),
+    ):
         pass
 
 
@@ -236,11 +222,14 @@ def bf16_mean() -> list[float]:
     return model.module.weight.grad[0].tolist()
 
 
-def test_bfloat16_over_gloo_is_the_mean():
-    assert run_on_ranks(bf16_mean, 2) == [[1.5, 4.5]] * 2
-
-
-@pytest.mark.parametrize("b_s", [0.0, -1e6, 1e3, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "b_s",
+    [
+        0.0,
+        1e3,
+        float("nan"),
+    ],
+)
 def test_no_wire_has_that_bandwidth(b_s):
     with pytest.raises(BadInput, match=r"bandwidth must be at least 0\.1 MB/s"):
         wire.require_rate(b_s)
@@ -253,19 +242,10 @@ def test_no_wire_has_that_bandwidth(b_s):
     "module, arguments, told",
     [
         (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"),
-        (slow_link, {"mb_s": ()}, "mb_s: take different"),
         (slow_link, {"sizes": (6,)}, "sizes must be"),
         (gradient_compression, {"hidden": (0,)}, "hidden"),
-        (gradient_compression, {"break_even": ("zip",)}, "break_even: unknown way"),
-        (gradient_compression, {"train_mb_s": -1.0}, "train_mb_s: a bandwidth must be"),
-        (slow_link, {"mb_s": (5.0, 5.0)}, "different"),
-        (slow_link, {"batch_size": 0}, "batch_size"),
         (gradient_compression, {"ways": ("fp32", "zip")}, "unknown way to send gradients 'zip'"),
-        (gradient_compression, {"ways": ("fp16",)}, "must hold 'fp32'"),
-        (gradient_compression, {"mb_s": (0.0,)}, "bandwidth must be"),
-        (gradient_compression, {"lr": 0.0}, "lr must"),
         (bucket_overlap, {"bucket_cap_mb": (0.0,)}, "bucket_cap_mb must be positive"),
-        (bucket_overlap, {"bucket_cap_mb": ()}, "different sizes"),
         (bucket_overlap, {"layers": 0}, "layers"),
     ],
 )
@@ -275,41 +255,10 @@ def test_bad_input_is_one_line(module, arguments, told):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("lab", ["slow_link", "gradient_compression", "bucket_overlap", "all_reduce_anatomy"])
-def test_one_rank_is_told_that_it_is_alone(lab):
-    with pytest.raises(BadInput, match=r"one rank .*use nproc=2"):
-        launch(lab, nproc=1, smoke=True)
-
-
-# -- each lab, once
-
-
-@pytest.mark.parametrize(
-    "lab, metrics",
-    [
-        ("slow_link", {"gradient_bytes", "latency_s", "all_reduce_s", "step_s"}),
-        ("all_reduce_anatomy", {"max_error", "sent_bytes", "seconds", "busbw_b_s"}),
-        (
-            "bucket_overlap",
-            {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s"},
-        ),
-        (
-            "gradient_compression",
-            {"sent_bytes", "step_s", "accuracy", "autocast_sent_bytes", "interface_exists", "reached_mb_s"},
-        ),
-    ],
-)
-def test_a_smoke_run_has_every_part_and_answers(lab, metrics):
-    module = {
-        "slow_link": slow_link,
-        "all_reduce_anatomy": all_reduce_anatomy,
-        "bucket_overlap": bucket_overlap,
-        "gradient_compression": gradient_compression,
-    }[lab]
-    found = launch(lab, nproc=2, device="cpu", oversubscribe=True, smoke=True)
-    assert {r.metric for r in found} == metrics
-    sentences = list(module.answer(found))
-    assert 1 <= len(sentences) <= 6 and all(s[0].isupper() or s[0].islower() for s in sentences)
+def test_one_rank_is_told_that_it_is_alone():
+    for lab in ("slow_link", "gradient_compression", "bucket_overlap", "all_reduce_anatomy"):
+        with pytest.raises(BadInput, match=r"one rank .*use nproc=2"):
+            launch(lab, nproc=1, smoke=True)
 
 
 def test_bytes_on_the_wire_are_those_of_the_ring():
@@ -365,13 +314,6 @@ def top_k_twice() -> list[list[float]]:
     return found
 
 
-def test_top_k_sends_the_largest_and_makes_up_for_the_rest():
-    for steps in run_on_ranks(top_k_twice, 2):
-        assert steps[0] == [3, 0, 2, 0]  # two of four are sent
-        assert steps[1] == [3, 2, 0, 0] or steps[1] == [3, 0, 2, 0]  # 1 + 1 left out ties with 2
-        assert sum(map(sum, steps)) >= 5 + 5 + 5, "what is left out is sent later"
-
-
 def sent_in_the_end() -> list[float]:
     """What four steps give, added up: the first has a gradient of 6, 4 and 6, 0, the others have none."""
     layers = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
@@ -389,9 +331,17 @@ def sent_in_the_end() -> list[float]:
     return total.tolist()
 
 
-def test_what_top_k_leaves_out_reaches_its_own_parameter():
-    for found in run_on_ranks(sent_in_the_end, 2):  # after the first step DDP turns its bucket's order round
-        assert found == [6, 4, 6, 0]
+def by_hooks() -> tuple[list[float], list[list[float]], list[float]]:
+    return bf16_mean(), top_k_twice(), sent_in_the_end()
+
+
+def test_compressed_gradients_are_the_mean_and_what_top_k_leaves_out_comes_later_to_its_own_parameter():
+    for mean, steps, total in run_on_ranks(by_hooks, 2):
+        assert mean == [1.5, 4.5], "bfloat16 over gloo"
+        assert steps[0] == [3, 0, 2, 0]  # two of four are sent
+        assert steps[1] == [3, 2, 0, 0] or steps[1] == [3, 0, 2, 0]  # 1 + 1 left out ties with 2
+        assert sum(map(sum, steps)) >= 5 + 5 + 5, "what is left out is sent later"
+        assert total == [6, 4, 6, 0]  # after the first step DDP turns its bucket's order round
 
 
 # -- sentences turn round with the records
@@ -429,7 +379,6 @@ def dialled(ddp_s: dict[float, float], alone_s: float = 0.010) -> Records:
     [
         ({0.0: 0.011, 400: 0.012, 100: 0.018, 25: 0.050}, "DDP pays from somewhere between 25 and 100 MB/s on"),
         ({0.0: 0.030, 400: 0.032, 25: 0.050}, "DDP does not pay up to 400 MB/s"),
-        ({0.0: 0.011, 400: 0.011, 25: 0.012}, "DDP pays at 25 MB/s already"),
         ({0.0: 0.020, 400: 0.020, 25: 0.020}, "whether DDP pays cannot be told"),
     ],
 )
@@ -441,10 +390,8 @@ def test_from_where_on_ddp_pays(ddp_s, told):
 @pytest.mark.parametrize(
     ("measured_s", "told"),
     [
-        ({400: 1 / 400, 100: 1 / 100}, "Of 2 all-reduces at 100 to 400 MB/s"),
         ({400: 1 / 400, 100: 1.2 / 100}, "1 are within 10 %"),
-        ({900: 2 / 900, 100: 1 / 100}, "Of 1 all-reduces at 100 to 100 MB/s"),  # as it is the wire reaches 1000 MB/s
-        ({900: 2 / 900}, "No wire of this run is slower than half"),
+        ({900: 2 / 900, 100: 1 / 100}, "Of 1 all-reduces at 100 to 100 MB/s"),
     ],
 )
 def test_the_formula_is_judged_on_wires_well_below_what_there_is(measured_s, told):
@@ -463,9 +410,7 @@ def test_the_formula_is_judged_on_wires_well_below_what_there_is(measured_s, tol
     [
         (0.005, 0.002, "powersgd_4", "fp16 has the best median: 2 x"),
         (0.005, 0.002, "", "powersgd_4 has the best median: 5.00 x"),
-        (0.005, 0.002, "both", "no way is surely faster"),
         (0.010, 0.012, "", "no way is surely faster"),
-        (0.002, 0.002, "", "It is not shown to be faster than powersgd_4: of ways not told apart"),
     ],
 )
 def test_a_way_is_chosen_that_is_faster_and_learns_as_much(fp16, powersgd_4, lost, told):
@@ -496,10 +441,8 @@ def compressed(gain_s: dict[float, float], tried_s: dict[float, float], predicte
     "tried_s, predicted, told",
     [
         ({0.5: 0.008, 2.0: 0.012}, 100, "predicted at 100 MB/s, found between 50 and 200"),
-        ({0.5: 0.012, 2.0: 0.012}, 100, "found between 25 and 50"),
         ({0.5: 0.010, 2.0: 0.010}, 100, "cannot tell"),
         ({}, 0.0, "never gains; but it did at 25 MB/s"),
-        ({}, 1e9, "gains on every wire; it surely did at 25 MB/s"),
     ],
 )
 def test_break_even_in_words(tried_s, predicted, told):

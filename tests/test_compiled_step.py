@@ -140,7 +140,14 @@ def test_compiled_step_is_the_eager_one_with_fewer_kernels():
     assert not ours, "no worker of the compiler outlives the run"
 
 
-@pytest.mark.parametrize("values", [{"batch_size": 0}, {"shapes": 1}, {"shapes": 65}, {"model": "nothing"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch_size": 0},
+        {"shapes": 65},
+        {"model": "nothing"},
+    ],
+)
 def test_bad_values(values):
     with pytest.raises(BadInput, match=next(iter(values))):
         Config(**values)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -29,15 +27,10 @@ def one(offer="H100 SXM:64:2.0", **values) -> cost.Bill:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("H100 SXM", 'an offer is "CARD:GPUS"'),
         ("H100 SXM:many", 'an offer is "CARD:GPUS"'),
-        ("H100 SXM:8:2:3", 'an offer is "CARD:GPUS"'),
-        ("H100 SXM:8:cheap", 'an offer is "CARD:GPUS"'),
         ("H100 SXM:0", "1 to 1,000,000 GPUs"),
-        ("H100 SXM:8:-1", "a price is positive"),
         ("H100 SXM:8:nan", "a price is positive"),
         ("H100 SMX:8", "did you mean"),
-        ("RTX 3090:8", "have no source"),
         ("V100 SXM2:8", "have no source"),
     ],
 )
@@ -57,15 +50,10 @@ def test_an_offer_is_read():
     ("values", "words"),
     [
         ({"params": 0.5}, "at least 1"),
-        ({"params": 1e15}, "at most"),
-        ({"tokens": -1.0}, "must not be negative"),
         ({"network_gb_s": 0.0}, "positive"),
-        ({"reached": 1.5}, "at most 1"),
-        ({"power_factor": 0.5}, "at least 1"),
         ({"offers": ()}, "at least one"),
         ({"reserved_gb": 90.0}, "leaves no memory"),
         ({"budget": 10.0}, "needs a price in every offer"),
-        ({"deadline_days": -1.0}, "must not be negative"),
     ],
 )
 def test_bad_input_is_one_line(values, words):
@@ -241,14 +229,15 @@ def test_every_card_with_sources_makes_an_offer():
         assert b and 0 < b.days.value < math.inf and b.power_w > 0
 
 
-def test_the_command_answers_first_and_knows_no_price():
-    found = subprocess.run([sys.executable, "-m", "labs.cost"], capture_output=True, text=True, timeout=250)
-    assert found.returncode == 0 and found.stdout.startswith("Fewest GPU-hours (which is cheapest takes"), found.stderr
-    assert "money" not in found.stdout and "erred by" in found.stdout
-    wrong = subprocess.run(
-        [sys.executable, "-m", "labs.cost", "--offers", "H100"], capture_output=True, text=True, timeout=250
-    )
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 1, wrong.stderr
+def test_the_command_answers_first_and_knows_no_price(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["cost"])
+    cost.main()
+    said = capsys.readouterr().out
+    assert said.startswith("Fewest GPU-hours (which is cheapest takes") and "money" not in said and "erred by" in said
+    monkeypatch.setattr("sys.argv", ["cost", "--offers", "H100"])
+    with pytest.raises(SystemExit) as wrong:
+        cost.main()
+    assert wrong.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_links_of_cards_without_peer_to_peer_are_told_as_a_best_case():

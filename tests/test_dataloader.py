@@ -88,12 +88,8 @@ def test_comparisons_put_both_predictions_beside_what_was_measured():
     ("change", "message"),
     [
         ({"parts": ()}, "must each hold something"),
-        ({"models": ()}, "must each hold something"),
-        ({"images": 63}, "images must be at least 64, not 63"),
         ({"workers": (2, -1)}, "workers must not be negative: -1"),
-        ({"batch_size": 0}, "batch_size and batches must be at least 1"),
         ({"batches": (16, 0)}, "batch_size and batches must be at least 1"),
-        ({"timed": 1}, "timed must be at least 2, not 1"),
         ({"images": 64, "batches": (4, 128)}, "a batch of 128 needs as many images"),
     ],
 )

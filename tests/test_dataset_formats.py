@@ -118,7 +118,6 @@ def test_a_worker_is_measured_and_ended(kept):
     [
         ({"images": 0}, "images must be at least 1, not 0"),
         ({"batch": 513}, r"batch must be 1 to 512 \(images\), not 513"),
-        ({"side": 0}, "side must be 1 to 4,096 pixels, not 0"),
         ({"rounds": 1}, "rounds must be at least 2, not 1: one sample has no interval"),
     ],
 )

@@ -67,8 +67,6 @@ def test_parts_of_a_made_up_step():
     [
         (overlapped(), "what is hidden is not free"),
         (overlapped(slowed=0.0), "That hiding slows the gradients down, this run cannot show"),
-        (overlapped(slowed=-0.003), "less: this run does not say why"),
-        (overlapped(cost=0.0), "longer than under no_sync, this run cannot show"),
         (overlapped(world=1), "needs two"),
     ],
 )
@@ -164,8 +162,6 @@ def test_the_wire_is_held_against_the_ring(monkeypatch):
     ("strong", "words"),
     [
         ({"ddp": 0.025, "copies": 0.025}, "it is not DDP's doing alone"),
-        ({"ddp": 0.035, "copies": 0.033}, "it is not DDP's doing alone"),
-        ({"ddp": 0.025, "copies": 0.027}, "do not tell why"),
         ({"ddp": 0.035}, "Strong lies below weak"),
         ({"ddp": 0.028}, "cannot show"),
     ],

@@ -53,19 +53,14 @@ def test_right_answers_pass(right):
     assert outcome.state == "passed", outcome.text
 
 
-def test_the_stub_is_to_do():
-    assert examine(lambda x, inside, across, inside_b_s, across_b_s: check.TODO).state == "to do"
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*MUTANTS["08.1"], *MORE["08.1"]])
-def test_mistakes_have_their_name(name):
-    candidate, words = (MUTANTS["08.1"] | MORE["08.1"])[name]
+@pytest.mark.parametrize("name", MORE["08.1"])
+def test_rarer_mistakes_have_their_name(name):
+    candidate, words = MORE["08.1"][name]
     outcome = examine(candidate)
     assert outcome.state == "not yet" and words in outcome.text, outcome.text
 
 
-@pytest.mark.parametrize("name", ["flat", "a card for each rank"])
-def test_two_mistakes_have_their_name_in_every_run(name):
-    candidate, words = MUTANTS["08.1"][name]
+def test_a_mistake_in_the_seconds_has_its_name_in_every_run():
+    candidate, words = MUTANTS["08.1"]["a card for each rank"]
     assert words in examine(candidate).text

@@ -48,7 +48,14 @@ def test_two_samples_on_seven_ranks_need_more_than_one_turn(cut):
     assert "2 samples on 7 ranks: the ranks got [" in text, text
 
 
-@pytest.mark.parametrize(("size", "ranks"), [(1, 3), (2, 7), (5, 4), (8, 4), (0, 2)])
+@pytest.mark.parametrize(
+    ("size", "ranks"),
+    [
+        (1, 3),
+        (2, 7),
+        (0, 2),
+    ],
+)
 def test_the_reference_gives_each_rank_as_many(size, ranks):
     assert {len(solution.shard(size, rank, ranks, 0, 0)) for rank in range(ranks)} == {-(-size // ranks)}
 
@@ -116,6 +123,7 @@ def test_a_step_on_rank_0_alone_is_told():
     assert "rank 1 made no optimizer step" in examine("03.3", accumulate_step).text
 
 
+@pytest.mark.long
 def test_a_rank_that_synchronises_alone_is_told():
     alone = mutants._accumulate(syncs=lambda i, last: last and dist.get_rank() == 0)
     assert "wait for each other for ever" in examine("03.3", alone).text

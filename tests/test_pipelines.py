@@ -66,12 +66,12 @@ def test_bubble_as_published():
 
 
 @pytest.mark.parametrize("schedule", schedules.SCHEDULES.values())
-@pytest.mark.parametrize(("stages", "m"), list(itertools.product([1, 2, 3, 4, 8], [1, 2, 3, 8])))
-def test_played_through_a_schedule_idles_as_the_closed_form_says(schedule, stages, m):
-    events = schedules.simulate(schedule, m, [1.0] * stages, [2.0] * stages)
-    assert len(events) == 2 * m * stages
-    assert schedules.span_s(events) == pytest.approx(3.0 * (m + stages - 1))
-    assert schedules.idle_share(events, stages) == pytest.approx(schedules.bubble(stages, m))
+def test_played_through_a_schedule_idles_as_the_closed_form_says(schedule):
+    for stages, m in itertools.product([1, 2, 3, 4, 8], [1, 2, 3, 8]):
+        events = schedules.simulate(schedule, m, [1.0] * stages, [2.0] * stages)
+        assert len(events) == 2 * m * stages
+        assert schedules.span_s(events) == pytest.approx(3.0 * (m + stages - 1))
+        assert schedules.idle_share(events, stages) == pytest.approx(schedules.bubble(stages, m))
 
 
 def test_micro_batches_kept_by_gpipe_and_1f1b():

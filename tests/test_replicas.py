@@ -23,7 +23,7 @@ def cores(n):
     return [have[i % len(have)] for i in range(n)]
 
 
-@pytest.fixture(params=[("mlp", 2), ("cnn", 2), ("cnn", 3), ("mlp", 1)], ids=str)
+@pytest.fixture(params=[("mlp", 2), ("cnn", 3), ("mlp", 1)], ids=str)
 def step(request):
     """One step on n threads: the workload, its module before the step, and what was moved."""
     name, n = request.param
@@ -74,7 +74,3 @@ def test_close_ends_the_threads():
     assert threading.active_count() > before
     threaded.close()
     assert threading.active_count() == before
-
-
-def test_nbytes_counts_elements_of_any_type():
-    assert nbytes(torch.zeros(3, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.int8)) == 28

@@ -56,8 +56,7 @@ def test_accumulation_and_recomputation_trade_memory_for_time():
     assert again.activation_bytes < ALONE.activation_bytes / 5 and again.states_bytes == ALONE.states_bytes
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("micro", [1, 2, 8, 32])
+@pytest.mark.parametrize(("stages", "micro"), [(2, 1), (4, 8)])
 def test_a_pipeline_waits_for_its_bubble(stages, micro):
     c = cost(JOB, replace(GPUS, gpus=stages), Plan(pipeline=stages, micro_batches=micro))
     assert c.bubble_s / (c.bubble_s + c.compute_s) == pytest.approx((stages - 1) / (micro + stages - 1))
@@ -134,7 +133,7 @@ def test_ddp_is_counted_without_its_second_copy_of_gradients_and_says_so():
 
 @pytest.mark.parametrize(
     ("card", "two", "eight"),
-    [("A100 80GB PCIe", 300, 32), ("H100 PCIe", 300, 64), ("A100 80GB SXM", 300, 300), ("L4", 32, 32)],
+    [("A100 80GB PCIe", 300, 32), ("A100 80GB SXM", 300, 300), ("L4", 32, 32)],
 )
 def test_a_bridge_joins_two_cards_and_more_talk_through_pcie(card, two, eight):
     for gpus, link in ((2, two), (8, eight)):
@@ -152,10 +151,7 @@ def test_a_bridge_joins_two_cards_and_more_talk_through_pcie(card, two, eight):
     ("given", "inside", "between"),
     [
         ({"gpu": "A100 80GB SXM"}, 3.4, 9.6),
-        ({"gpu": "L4"}, 5.7, 9.6),
-        ({}, 5.7, 9.6),
         ({"latency_us": 20.0}, 20, 20),
-        ({"gpu": "A100 80GB PCIe", "gpus": 2}, 3.4, 9.6),
         ({"gpu": "A100 80GB PCIe", "gpus": 8}, 5.7, 9.6),
     ],
 )
@@ -201,7 +197,7 @@ def test_fewest_gpus_is_the_first_power_of_two_that_fits():
     assert fewest_gpus(big, replace(GPUS, memory_bytes=1e6), most=64) is None
 
 
-@pytest.mark.parametrize("parameters", [1e6, 1.24e8, 1.3e9, 7e9, 1.75e11])
+@pytest.mark.parametrize("parameters", [1e6, 7e9, 1.75e11])
 def test_the_assumed_shape_has_about_these_parameters(parameters):
     layers, hidden = shape(parameters)
     assert 12 * layers * hidden**2 == pytest.approx(parameters, rel=0.25) and hidden % 64 == 0
@@ -355,13 +351,9 @@ def test_adapters_are_counted_as_a_real_lora_would_have_them():
     ("values", "told"),
     [
         ({"params": 0}, "params must be at least 1"),
-        ({"gpus": 0}, "gpus must be at least 1"),
-        ({"memory_gb": -1}, "memory_gb must not be negative"),
         ({"memory_gb": 0.5}, "lower it below 0.5"),
         ({"gpu": "A100"}, "did you mean 'A10'"),
         ({"gpus": 5000}, "at most 4096"),
-        ({"params": 1e20}, "at most 1e14"),
-        ({"params": math.inf}, "at most 1e14"),
         ({"params": math.nan}, "params must be"),
     ],
 )

@@ -130,7 +130,6 @@ def test_a_model_of_ones_own_gets_the_report_and_not_the_articles_loop():
 
 # -- bad input
 
-MODULE = nn.Linear(8, 4)
 mse = nn.functional.mse_loss
 
 
@@ -148,10 +147,6 @@ def nothing():
 
 def frozen():
     return Workload(nn.Linear(8, 4).requires_grad_(False), rows, mse)
-
-
-def no_parameters():
-    return Workload(nn.ReLU(), rows, lambda output, y: output.mean())
 
 
 def detached():
@@ -183,14 +178,12 @@ FACTORIES = {
     "leaves": "cannot be built: SystemExit: 3",
     "nothing": "it returned NoneType, not a labs.models.Workload",
     "frozen": "no parameter that requires a gradient",
-    "no_parameters": "no parameter that requires a gradient",
     "detached": "its loss does not depend on a parameter",
     "not_a_number": "its first loss is nan",
-    "fixed_batch": r"its make_batch\(2\) returned 64 rows and 64 targets",
     "a_dictionary": "returned dict and Tensor, two tensors are needed",
     "not_scalar": r"its loss has shape \(2, 4\), a scalar is needed",
+    "fixed_batch": r"its make_batch\(2\) returned 64 rows and 64 targets",
     "hangs": "no step within 0.3 s",
-    "MODULE": "cannot be built: TypeError",
     "missing": "cannot be imported",
 }
 
@@ -206,13 +199,9 @@ def test_a_factory_that_cannot_be_timed_is_refused_in_one_line(factory, monkeypa
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"repeats": -1}, "repeats must be at least 0, not -1"),
         ({"rounds": -3}, "rounds must be at least 5"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"loop_steps": 1}, "loop_steps must be at least 2"),
-        ({"least_s": 0.0}, "least_s must be positive"),
         ({"least_s": float("nan")}, "least_s must be positive"),
-        ({"model": "resnet"}, "there is no model 'resnet'"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(values, words):

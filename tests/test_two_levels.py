@@ -233,10 +233,7 @@ def test_bytes_that_are_not_the_formulas_are_named():
     [
         ({"nodes": 1}, "nodes must be at least 2"),
         ({"across_mb_s": 0.0}, "bandwidth must"),
-        ({"ways": ()}, "ways may"),
         ({"ways": ("zigzag",)}, "not zigzag"),
-        ({"every": 0}, "at least 1"),
-        ({"seconds": 0.0}, "seconds"),
     ],
 )
 def test_bad_input_is_one_line(arguments, told):

@@ -121,9 +121,7 @@ def test_a_gpu_without_the_counter_is_one_line():
     ("values", "words"),
     [
         ({"windows": 0}, "windows must be at least 1"),
-        ({"window_s": 0.0}, "window_s must be above 0"),
         ({"window_s": float("nan")}, "window_s"),
-        ({"wait_ms": -1.0}, "wait_ms must be from 0"),
     ],
 )
 def test_bad_input(values, words):
