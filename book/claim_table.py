@@ -60,7 +60,8 @@ def page(file: Path, notebooks: list[Notebook]) -> str:
     content = tomllib.loads(file.read_text("utf-8"))
     by_number = {n.number: n for n in notebooks}
     said = {
-        c["id"]: verdicts(by_number[c["notebook"]]).get(c["id"], "") if c["notebook"] in by_number else ""
+        c["id"]: (verdicts(by_number[c["notebook"]]).get(c["id"]) if c["notebook"] in by_number else None)
+        or c.get("verdict", "")
         for c in content["claim"]
     }
     parts = [INTRODUCTION.format(claims=len(said), articles=len(content["articles"]))]
@@ -68,8 +69,13 @@ def page(file: Path, notebooks: list[Notebook]) -> str:
     for notebook in notebooks:
         rows = [row(c, said[c["id"]]) for c in content["claim"] if c["notebook"] == notebook.number]
         if rows:
-            link = f"[{SECTION}]({notebook.path}#claims-on-trial)"
-            head = f"## {notebook.number} {notebook.short}\n\nThe evidence: {link} in the notebook."
+            here = any(section.heading == SECTION for section in notebook.sections)
+            link = (
+                f"[{SECTION}]({notebook.path}#claims-on-trial) in the notebook"
+                if here
+                else f"[notebook]({notebook.path})"
+            )
+            head = f"## {notebook.number} {notebook.short}\n\nThe evidence: {link}."
             parts.append("\n".join([head, "", *HEAD, *rows]))
     return "\n\n".join(parts) + "\n"
 
@@ -96,6 +102,6 @@ def row(claim: dict[str, Any], verdict: str) -> str:
 INTRODUCTION = """# Claims on trial
 
 {claims} statements of {articles} articles on training with several GPUs. *On paper* is what reading, arithmetic and
-documentation say of a statement; *verdict* is what the records of the committed run of a notebook say. On your machine
-a verdict may be another: each notebook computes it anew."""
+documentation say of a statement; *verdict* comes from the records of a notebook's committed run, or, where no notebook
+launches the experiment any more, from `labs/kit/claims.toml`. On your machine a computed verdict may differ."""
 HEAD = ["| claim | statement | on paper | verdict |", "| --- | --- | --- | --- |"]
