@@ -27,6 +27,7 @@ STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # a closed terminal sends t
 def run(command):
     """(seconds until it ended, exit code, what it printed) of a command, given as one types it into the shell."""
     with tempfile.TemporaryFile() as output:  # a pipe would have to be read meanwhile, on the cores being measured
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # nothing stops us between its start and the try
         start = perf_counter()
         process = subprocess.Popen(
             command,
@@ -35,8 +36,10 @@ def run(command):
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP),  # a child inherits what is blocked
         )
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
             code, seconds = process.wait(), perf_counter() - start
         finally:
             end(process)
