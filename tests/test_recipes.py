@@ -326,7 +326,7 @@ def test_killed_and_started_again_it_ends_bit_by_bit_the_same(run, start, tmp_pa
 def test_sigterm_saves_and_ends(run, start, home, tmp_path, ranks, workers):
     """Workers of the loader are signalled, too: torchrun signals the process group of each rank."""
     whole, expected = whole_and(run, {"ranks": ranks}, 40, tmp_path)
-    loads = ("pin_memory=cuda,\n", f"pin_memory=cuda, num_workers={workers}, persistent_workers={workers > 0},\n")
+    loads = ("pin_memory=cuda,", f"pin_memory=cuda, num_workers={workers}, persistent_workers={workers > 0},")
     recipe = changed(home, "train_ddp_resume", "train_resume_loads", loads)
     process = start(recipe, *RUN, "--save-every", 1000, "--steps", 40, "--checkpoint", "t.pt", ranks=ranks)
     wait_for(lambda: process.stdout.readline().startswith("step 5/"), what="step 5")
