@@ -25,6 +25,8 @@ from typing import Any
 
 # Some are only preloaded: what the agent needs in each rank, DDP, and what make_config needs.
 import cloudpickle
+import torch.distributed.elastic.multiprocessing
+import torch.nn.parallel  # noqa: F401
 import typeguard  # noqa: F401
 
 from labs.kit import _compat, fork_server, measure, record, supervise  # noqa: F401
