@@ -137,7 +137,6 @@ $(READY): pyproject.toml constraints.txt
 		echo "== Create .venv with $$($$found --version)"; "$$found" -m venv --clear .venv || exit 1; fi
 	@echo "== Install into .venv: a few minutes the first time"
 	@$(PY) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[course]'
-	@rm -f $(TESTS_READY)
 	@printf '%s\n' "$(CURDIR)" > $(READY)
 
 $(TESTS_READY): $(READY)

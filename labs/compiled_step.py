@@ -202,12 +202,12 @@ def _steps(config: Config, rank: Rank) -> Iterator[Record]:
 def import_compiler(codes: list[str]) -> float:
     """Seconds to import dynamo and inductor, which `import torch` does not. `codes` will get what inductor writes."""
     begin = time.perf_counter()
-    _compat.preload_dynamo()
-    inductor, graph_lowering = _compat.inductor_config, _compat.GraphLowering
-    _ = _compat.compile_fx
+    for name in ("dynamo", "compile_fx", "inductor_config", "GraphLowering"):
+        getattr(_compat, name)
     seconds = time.perf_counter() - begin
-    inductor.compile_threads = 1  # no pool of workers, which would outlive the step; g++ runs beside us, one at a time
-    graph_lowering.save_output_code = codes.append  # torch's own hook for it: it does nothing by itself
+    # No pool of workers, which would outlive the step: g++ runs beside us, one at a time
+    _compat.inductor_config.compile_threads = 1
+    _compat.GraphLowering.save_output_code = codes.append  # torch's own hook for it: it does nothing by itself
     return seconds
 
 

@@ -41,7 +41,6 @@ NEAR = 0.2
 """A bound is right within its interval or this share of the gain."""
 FEW = ("images", "slow_loader")
 """Patients of a smoke run."""
-"""For one run of the doctor, whatever it was told."""
 OPTION, READ = "option", "reading"
 
 

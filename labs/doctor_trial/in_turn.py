@@ -101,14 +101,14 @@ class _Running:
 
     def wait(self) -> list[dict[str, Any]]:
         """What each rank says at the end of its block."""
-        ends = time.monotonic() + timeouts.EXERCISE_S
+        ends = time.monotonic() + timeouts.BLOCK_S
         return [self._heard(answer, ends) for answer in self.answers]
 
     def _heard(self, answer: Any, ends: float) -> dict[str, Any]:
         # Not only until the pipe is closed: workers of a script that has ended may still hold it
         while not select.select([answer], [], [], 0.2)[0] and all(p.poll() is None for p in self.processes):
             if time.monotonic() > ends:
-                raise ScriptFailed(self.name, f"no block of steps was done in {timeouts.EXERCISE_S:g} s")
+                raise ScriptFailed(self.name, f"no block of steps was done in {timeouts.BLOCK_S:g} s")
         if select.select([answer], [], [], 0)[0] and (line := answer.readline()):
             return json.loads(line)
         for process in self.processes:  # what was said comes before the end

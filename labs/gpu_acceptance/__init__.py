@@ -12,7 +12,6 @@ nothing failed, 1 a step failed, 2 bad input, 3 no GPU here, 130 interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -116,6 +115,7 @@ def _attempt(name: str, setting: Setting, root: Path, listed: str, limit_s: floa
         step = supervise.started(
             [sys.executable, "-m", "labs.gpu_acceptance.process", name, str(folder)],
             root=root,
+            grace_s=timeouts.STOP_S,  # it ends its ranks
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -125,9 +125,6 @@ def _attempt(name: str, setting: Setting, root: Path, listed: str, limit_s: floa
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # as Ctrl-C would: it ends its ranks
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeouts.STOP_S)
                 return {"word": "fail", "reason": f"no answer after {limit_s:.0f} s: it was stopped"}
     try:
         return json.loads((folder / VERDICT).read_text())

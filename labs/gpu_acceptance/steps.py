@@ -21,7 +21,7 @@ from labs.gpu_acceptance import judge
 from labs.gpu_acceptance.evidence import Cannot, Evidence, Setting, Verdict
 from labs.gpu_acceptance.faulty import FAULTS
 from labs.gpu_acceptance.maps import libcuda_mapped
-from labs.kit import hardware, nvml, supervise
+from labs.kit import hardware, nvml, supervise, timeouts
 from labs.kit.launch import RankFailed, Run, launch
 
 PCIE_B_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -52,7 +52,7 @@ def launcher(setting: Setting) -> Evidence:
     """A launch, and what it has left in the process that launched."""
     run = run_lab(setting, "hardware_probe", parts=("correctness",))
     code = "import torch; from labs.gpu_acceptance.maps import libcuda_mapped; print(libcuda_mapped())"
-    alone = supervise.run([sys.executable, "-c", code], 60.0)
+    alone = supervise.run([sys.executable, "-c", code], timeouts.IMPORT_S)
     holders = {p.pid for gpu in nvml.gpus() for p in gpu.processes or ()}
     facts = {
         "cuda_initialized": torch.cuda.is_initialized(),

@@ -15,8 +15,8 @@ its DataLoader workers, also stopped ones and ones that hang in a collective. On
 So once the announcements and then the folder have been removed, everything has been killed, however the two race.
 Should the watcher be killed together with PID, the system does its work on Linux: see `end_with_parent`.
 
-Standard library only, psutil for `end_family` aside: a watcher starts in some 20 ms and takes 8 MB, and a fork server
-imports this module before torch.
+Standard library only, psutil for the doctor's part aside: a watcher starts in some 20 ms and takes 8 MB, and a fork
+server imports this module before torch.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _lead(function: Callable[..., None], args: tuple[Any, ...]) -> None:
 def watched_folder(parent: Path | None = None, sockets: bool = False) -> Iterator[Path]:
     """A new folder, removed at the end of the block, or when this process dies, also by SIGKILL.
 
-    Processes announced in it or in a folder `run-*` of it are killed then. `sockets`: its path is short enough for
-    sockets.
+    Processes announced in it or in a folder `run-*` of it are killed then. With `sockets` its path is short, since the
+    system limits a socket's.
     """
     if sockets and len(os.fsencode(tempfile.gettempdir())) >= SOCKET_PATH_LIMIT:
         parent = Path("/tmp")
@@ -360,8 +360,10 @@ def join(folder: Path, place: int) -> None:
 
 def is_at_work(folder: Path, place: int) -> bool | None:
     """Whether rank `place` is at work in `folder`; None if it has not come yet."""
+    import psutil
+
     pid = _joined(folder / f"doctor-{place}")
-    return None if pid is None else _exists(pid)
+    return None if pid is None else psutil.pid_exists(pid)
 
 
 def at_work(folder: Path) -> dict[int, int]:
@@ -372,8 +374,10 @@ def at_work(folder: Path) -> dict[int, int]:
 
 def leave(folder: Path, place: int) -> None:
     """The last one to leave removes the folder."""
+    import psutil
+
     (folder / f"doctor-{place}").unlink(missing_ok=True)
-    if not any(_exists(pid) for pid in at_work(folder).values()):
+    if not any(psutil.pid_exists(pid) for pid in at_work(folder).values()):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -382,16 +386,6 @@ def _joined(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # it has gone, or is being written
         return None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 # The watcher's own process
