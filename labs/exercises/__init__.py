@@ -1,0 +1,1 @@
+"""The exercises: one module per notebook, in the schema of labs.kit.exercise."""
