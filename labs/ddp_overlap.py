@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.common.communication import delay, wire
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.data_parallel.training import PERCEPTRON, build, require_model
 from labs.common.profiling.intervals import length
+from labs.common.tensors import nbytes
 from labs.common.timing.moments import now, seconds_between
 from labs.kit import cli, measure
 from labs.kit.errors import naming, require

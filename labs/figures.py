@@ -1,6 +1,6 @@
 """Draws the README's figure from a recorded run.
 
-python -m labs.data_parallel --batch-size 128 --inner 1 --rounds 24 --out records/NAME/data_parallel.jsonl
+python -m labs.data_parallel --model cnn --out records/NAME/data_parallel.jsonl
 python -m labs.figures records/NAME/data_parallel.jsonl notebooks/scaling.png
 """
 
@@ -10,20 +10,17 @@ import sys
 from pathlib import Path
 
 from labs import data_parallel
-from labs.chapters.nb03.figures import NAMES, ranks_of, share_of_ceiling, ways_message
-from labs.kit.plot import bars, curve, figure, to_png
+from labs.kit.claims import model_of
+from labs.kit.plot import bars, figure, to_png
 from labs.kit.record import Records, load
 
 
 def speedup_png(run: Records) -> bytes:
-    """The speed-up of DDP beside the machine's ceiling, the model and the ideal, as PNG bytes."""
-    n, found = ranks_of(run), data_parallel.speedups(run)
-    ddp, ceiling = found["ddp", n], found["copies", n]
-    message = ways_message(n, ddp, ceiling, share_of_ceiling(run))
-    fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="way to train", records=run)
-    bars(ax, [NAMES["copies"], "DDP"], [ceiling, ddp], kind=run[0].kind)
-    modelled = data_parallel.modelled_speedup(run)
-    curve(ax, [modelled, modelled], [0.75, 1.25], label="DDP without overlap")
+    """The speedup of DDP beside copies that never communicate and the ideal, as PNG bytes."""
+    n, ddp, copies = run[0].layout["world_size"], data_parallel.speedup(run), data_parallel.speedup(run, "copies")
+    message = f"DDP on {n} ranks trains a {model_of(run).upper()} {ddp.value:.1f}x as fast as one rank"
+    fig, ax = figure(message, xlabel="speedup over one rank (x)", ylabel="way to train", records=run)
+    bars(ax, ["copies", "DDP"], [copies, ddp], kind=run[0].kind)
     ax.axvline(n, linestyle=":", color="black")
     ax.annotate(f"ideal: {n}", (n, 0.5), ha="right", fontsize=10)
     ax.set_xlim(left=0)

@@ -30,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.common import models
 from labs.common.activation_memory.allocator import watch
 from labs.common.communication.wire import in_turn
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.models import Workload
 from labs.common.precision.rounding import METRIC, rounding_error
 from labs.common.sharding.fsdp import Gathered, predict, shard, shard_bytes
 from labs.common.sharding.link import require_messages
 from labs.common.sharding.traffic import traffic_of
+from labs.common.tensors import nbytes
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank

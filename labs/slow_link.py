@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.common import models
 from labs.common.communication import delay, wire
 from labs.common.communication.wire import NO_PACE
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
 from labs.common.data_parallel.training import train_step
 from labs.common.sharding.link import timed
+from labs.common.tensors import nbytes
 from labs.kit import cli, measure
 from labs.kit.errors import naming, require
 from labs.kit.rank import Rank

@@ -35,7 +35,7 @@ def test_seconds_are_positive_and_a_fixed_number_is_an_option():
 
 def samples(**given):
     """Numbers of samples of the steps' times."""
-    found = launch("gradient_accumulation", 2, ways=("no_sync", "sync_every"), oversubscribe=True, **given)
+    found = launch("ddp_overlap", 2, oversubscribe=True, width=8, layers=2, **given)
     return {len(r.samples) for r in found.where("step_s")}
 
 

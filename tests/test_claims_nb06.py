@@ -67,20 +67,10 @@ def pipeline(chain="char_gpt", naive=0.97, best=1.75, idle=0.5, world=2):
 
 def data(speed=1.8, noisy=False):
     """labs.data_parallel, weak scaling."""
-    ddp = [2 / speed * w for w in (WIDE if noisy else around(1.0, 3))]
-    rows = (("single", 1, around(1.0)), ("ddp", 2, ddp))
+    ddp = [speed / w for w in (WIDE if noisy else around(1.0, 3))]
     return [
-        make(
-            "data_parallel",
-            "step_s",
-            "s",
-            t,
-            config={"model": "cnn", "split": "weak"},
-            mode=mode,
-            ranks=n,
-            batch_per_rank=64,
-        )
-        for mode, n, t in rows
+        make("data_parallel", "samples_per_s", "1/s", rate, config={"model": "cnn"}, way=way)
+        for way, rate in (("single", around(1.0)), ("ddp", ddp))
     ]
 
 

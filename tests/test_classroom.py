@@ -19,7 +19,7 @@ from labs.kit.check import predict
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 
-WHAT = "speed-up of DDP for the CNN"
+WHAT = "speedup of DDP on two ranks, MLP"
 MACHINES = ({"cpu": "AMD EPYC", "cores": 2, "gpus": []}, {"cpu": "Xeon", "cores": 8, "gpus": ["NVIDIA L4"] * 4})
 NAMES = ("Ada", "Blaise", "Chien-Shiung", "Dorothy", "Emmy", "Fritz", "Grace", "Hedy", "Ida", "Joan", "Karen", "Lise")
 

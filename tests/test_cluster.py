@@ -14,7 +14,7 @@ from machines import TOOLS, Machines, Pod, quoted, slurm
 from processes import HERE, MARK, PYTHON, assert_no_survivors, wait_for
 from test_elastic_restart import trained
 
-from labs import data_parallel, elastic_restart
+from labs import elastic_restart
 from labs.common.checkpoints import load_latest
 from labs.common.elastic import journal
 from labs.common.elastic.journal import History
@@ -58,9 +58,6 @@ def test_the_batch_file_trains_on_two_machines(machines, tmp_path):
         "mlp",
         "--batch-size",
         "4",
-        "--modes",
-        "single",
-        "ddp",
         "--out",
         tmp_path / "it.jsonl",
     ]
@@ -68,14 +65,10 @@ def test_the_batch_file_trains_on_two_machines(machines, tmp_path):
     assert job.returncode == 0, job.stderr
     records = load(tmp_path / "it.jsonl")
     assert {r.layout["world_size"] for r in records} == {2}
-    config = data_parallel.Config(smoke=True, model="mlp", batch_size=4)
-    per_step = data_parallel.predict(config, 2)["ddp sent"]
-    assert 1 < records.one("wire_bytes_per_step").value / per_step < 1.01
-    # 2 steps to warm up, 2 timed, 2 on the wire, 2 all-reduces; the constructor broadcasts rank 0's parameters.
-    expected = [8 * per_step, 8 * per_step]
-    expected[0 if machines.sent(0) - before[0] > machines.sent(1) - before[1] else 1] += per_step
+    # At least 6 timed DDP steps and 6 all-reduces, of two ranks that send all gradients in each.
+    least = 12 * records.one("gradient_bytes").value
     for n in (0, 1):
-        assert 1 < (machines.sent(n) - before[n]) / expected[n] < 1.1, "what is more: headers, rendezvous, records"
+        assert machines.sent(n) - before[n] > least
 
 
 @pytest.mark.drill

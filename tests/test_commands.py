@@ -72,7 +72,7 @@ TRIED = {
     "python -m labs.timing --nproc 1",
     "python -m labs.data_parallel",
     "python -m labs.data_parallel --nproc 2",
-    "python -m labs.data_parallel --seconds 30",
+    "python -m labs.data_parallel --rounds 40",
 }
 """Those of which another test of `make test` runs the same with other options, or as they are: test_room_preflight."""
 

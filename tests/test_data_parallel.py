@@ -1,108 +1,116 @@
-"""The lab's counts equal its closed forms, its records are complete, and bad input is refused in one line."""
+"""The experiments of notebook 03: what they count, and what they make of a record."""
 
 import math
-import socket
-from pathlib import Path
 
 import pytest
 
-from labs import data_parallel
-from labs.chapters.nb03 import figures
-from labs.common import models
+from labs import comm_overlap, data_parallel, ddp_bugs, speedup_map
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
-def run(request):
-    return launch("data_parallel", nproc=request.param, model="cnn", smoke=True, oversubscribe=True)
+@pytest.fixture(scope="module")
+def smoke():
+    return {
+        "data_parallel": launch("data_parallel", 2, model="cnn", batch_size=4, smoke=True, oversubscribe=True),
+        "comm_overlap": launch("comm_overlap", 2, width=1024, layers=3, batch_size=4, smoke=True, oversubscribe=True),
+        "speedup_map": launch("speedup_map", 2, widths=(16, 32), batch_sizes=(2,), smoke=True, oversubscribe=True),
+        "ddp_bugs": launch("ddp_bugs", 2, images=128, oversubscribe=True),
+    }
 
 
-def test_every_way_is_timed_in_every_round(run):
-    n = run[0].layout["world_size"]
-    cases = {(r.case["mode"], r.case["ranks"]) for r in run.where("step_s")}
-    assert cases == {("single", 1), ("copies", n), ("ddp", n), ("dp", n)}
-    assert {len(r.samples) for r in run.where("step_s")} == {2}
+@pytest.mark.parametrize("lab", [data_parallel, comm_overlap, speedup_map, ddp_bugs], ids=lambda lab: lab.__name__)
+def test_an_answer_follows_from_a_smoke_run(smoke, lab):
+    run = smoke[lab.__name__.removeprefix("labs.")]
+    assert all(sentence.endswith(".") for sentence in lab.answer(run))
+    if hasattr(lab, "category"):
+        assert lab.category(run) in ("faster", "slower", "inconclusive", "right", "wrong")
 
 
-def test_counted_bytes_equal_the_closed_forms(run):
-    n = run[0].layout["world_size"]
-    forms = data_parallel.predict(data_parallel.Config(smoke=True), n)
-    counted = {r.case["way"]: r.value for r in run.where("bytes_per_step")}
-    assert all(math.isclose(counted.get(way, 0), value) for way, value in forms.items() if way != "ddp sent")
+def test_rates_of_copies_add_up_and_the_speedup_is_paired():
+    rates = {"single": (100.0, 200.0), "copies": (180.0, 360.0), "ddp": (150.0, 300.0)}
+    records = Records(Record("x", "samples_per_s", "1/s", r, case={"way": way}) for way, r in rates.items())
+    assert data_parallel.speedup(records).value == pytest.approx(1.5)
+    assert data_parallel.speedup(records, "ddp", "copies").value == pytest.approx(150 / 180)
+    assert data_parallel.category(records) == "faster"
 
 
-@pytest.mark.skipif(not (hasattr(socket, "TCP_INFO") and Path("/proc/self/fd").is_dir()), reason="needs Linux")
-@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_the_kernel_counts_what_a_ring_sends(nproc):
-    run = launch("data_parallel", nproc=nproc, model="mlp", modes=("single", "ddp"), smoke=True, oversubscribe=True)
-    sent, ring = run.one("wire_bytes_per_step").samples, 2 * (nproc - 1) / nproc * 4 * 658_698
-    assert len(sent) == nproc
-    assert all(ring <= n < 1.01 * ring for n in sent), "headers of gloo are all that may be more"
+def test_default_buckets_are_torchs_and_all_gradients_travel(smoke):
+    run = smoke["comm_overlap"]
+    layer = 4 * 1024 * 1025
+    sent = {way: [] for way in (comm_overlap.ONE, comm_overlap.MANY)}
+    for r in run.where("span_s", part="exchange"):
+        if r.layout["rank"] == 0:
+            sent[r.case["way"]].append(r.case["bytes"])
+    assert sent[comm_overlap.ONE] == [3 * layer] and run.one("gradient_bytes").value == 3 * layer
+    assert sent[comm_overlap.MANY] == [layer, 2 * layer], "the first bucket closes above 1 MiB, the second below 25"
 
 
-def test_strong_scaling_shares_one_batch():
-    run = launch("data_parallel", nproc=2, model="mlp", split="strong", batch_size=64, smoke=True, oversubscribe=True)
-    assert run.one("step_s", mode="ddp").case["batch_per_rank"] == 32
-    assert run.one("step_s", mode="single").case["batch_per_rank"] == 64
+def test_a_bucket_waits_until_every_rank_has_filled_it(smoke):
+    run = smoke["comm_overlap"]
+    for way in (comm_overlap.ONE, comm_overlap.MANY):
+        for part in ("wait", "exchange"):
+            assert all(begin <= end for begin, end in (r.samples for r in run.where("span_s", way=way, part=part)))
+        starts = {}
+        for r in run.where("span_s", way=way, part="exchange"):
+            starts.setdefault(r.case["number"], set()).add(round(r.samples[0], 9))
+        assert all(len(both) == 1 for both in starts.values()), "both ranks exchange from the same moment on"
 
 
-def step(mode, ranks, rows, seconds):
-    case = {"mode": mode, "ranks": ranks, "batch_per_rank": rows}
-    return Record("data_parallel", "step_s", "s", seconds, case=case, layout={"world_size": 2})
+def cell(width, batch_size, single, ddp, gradient_mb):
+    case = {"width": width, "batch_size": batch_size, "gradient_mb": gradient_mb}
+    layout = {"world_size": 2}
+    return [
+        Record("m", "step_s", "s", [s * k for k in (0.99, 1.0, 1.01)], case={"way": way} | case, layout=layout)
+        for way, s in (("single", single), ("ddp", ddp))
+    ]
 
 
-def test_speedups_compare_samples_per_second():
-    weak = data_parallel.speedups(Records([step("single", 1, 64, (1.0, 2.0)), step("ddp", 2, 64, (1.25, 2.5))]))
-    strong = data_parallel.speedups(Records([step("single", 1, 64, (1.0, 2.0)), step("ddp", 2, 32, (0.625, 1.25))]))
-    assert weak["ddp", 2].value == strong["ddp", 2].value == pytest.approx(1.6)
-
-
-def test_modelled_speedup_adds_the_all_reduce_to_the_step():
+def test_the_map_is_predicted_from_its_smallest_batches():
+    added = {64: 0.002, 128: 0.003}  # 1 ms + 1 ms per MB
     records = Records(
-        [
-            step("single", 1, 64, (1.0,)),
-            step("ddp", 2, 64, (1.3,)),
-            Record("data_parallel", "all_reduce_s", "s", (0.25,), layout={"world_size": 2}),
-        ]
+        r
+        for width, mb in ((64, 1.0), (128, 2.0))
+        for batch_size, single in ((8, 0.001), (512, 0.02))
+        for r in cell(width, batch_size, single, single + added[width], mb)
     )
-    assert data_parallel.modelled_speedup(records) == pytest.approx(2 / 1.25)
+    rows = speedup_map.speedups(records)
+    for row, guess in zip(rows, speedup_map.predicted(rows, 2), strict=True):
+        assert math.isclose(guess, row["speedup"].value, rel_tol=1e-6)
+    assert speedup_map.category(records) == "right"
+    wrong = Records(r for r in records if r.case["batch_size"] == 8) + cell(64, 512, 0.02, 0.05, 1.0)
+    assert speedup_map.category(wrong) == "wrong"
 
 
-def test_the_figure_names_a_ceiling_only_where_ddp_is_shown_to_be_below_it():
-    def told(low, high):
-        return figures.ways_message(
-            2, Estimate(1.84, 1.4, 2.2, 8), Estimate(1.77, 1.6, 2.3, 8), Estimate(1, low, high, 8)
-        )
-
-    assert told(0.8, 0.9) == "2 ranks train 1.84 times as fast as one; the machine allows 1.77"
-    assert told(0.9, 1.1).endswith("as fast as one, not shown to be slower than copies that never talk")
-    assert told(1.1, 1.2).endswith(", faster than copies that never talk")
+def test_each_bug_has_one_sign_that_gives_it_away(smoke):
+    count = {(r.case["case"], r.case["sign"]): r.value for r in smoke["ddp_bugs"].where("count")}
+    cases = {case for case, _ in count}
+    odd = {
+        case: {sign for (c, sign), value in count.items() if c == case and value != count["right", sign]}
+        for case in cases - {"right"}
+    }
+    assert odd.pop("bypassed") == {"ranks' weights agree", "gradients exchanged per step"}
+    assert odd == {
+        "no sampler": {"steps per epoch"},
+        "no set_epoch": {"next epoch has the same order"},
+        "seed per rank": {"different images per epoch"},
+        "forward outside no_sync": {"gradients exchanged per step"},
+    }
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("lab", "values", "words"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"batch_size": 33, "split": "strong"}, "multiple of 2"),
-        ({"modes": ("ddp",)}, "must hold 'single'"),
-        ({"inner": 0}, "inner must be at least 1"),
-        ({"model": "resnet"}, "there is no model 'resnet'"),
+        ("data_parallel", {"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ("data_parallel", {"block_s": 0.0}, "block_s must be more than 0, not 0.0"),
+        ("data_parallel", {"model": "resnet"}, "there is no model 'resnet'"),
+        ("comm_overlap", {"rounds": 1}, "rounds must be at least 2"),
+        ("speedup_map", {"widths": ()}, "widths must hold positive numbers"),
+        ("ddp_bugs", {"images": 100}, "images must be a multiple of 64"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_starts(values, words):
+def test_bad_input_is_one_line_before_anything_starts(lab, values, words):
     with pytest.raises(BadInput, match=words) as e:
-        launch("data_parallel", nproc=2, oversubscribe=True, **values)
+        launch(lab, nproc=2, oversubscribe=True, **values)
     assert "\n" not in str(e.value)
-
-
-def own_model():
-    return models.Workload(models.ConvNet(width=4), models.cnn().make_batch, models.cnn().loss)
-
-
-def test_a_model_of_ones_own_runs_like_the_others():
-    run = launch("data_parallel", nproc=2, model=f"{__name__}:own_model", smoke=True, oversubscribe=True)
-    size = models.gradient_bytes(own_model().module)
-    assert run.one("bytes_per_step", way="ddp handed over").value == size

@@ -17,7 +17,6 @@ from speeds import besides
 from labs.chapters.nb00 import explorer as nb00
 from labs.chapters.nb01 import explorer as nb01
 from labs.chapters.nb02 import explorer as nb02
-from labs.chapters.nb03 import explorer as nb03
 from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
@@ -31,7 +30,6 @@ EXPLORERS = {
     "roofline": nb00.roofline,
     "batch": nb01.batch,
     "workers": nb02.workers,
-    "speedup": nb03.speedup,
     "memory_formats": nb04.memory,
     "memory_policies": nb05.memory,
     "pipeline": nb06.pipeline,
@@ -61,7 +59,7 @@ def drawn(name, **values):
     return OPENED[name][0](**{**defaults(name), **values})
 
 
-@pytest.mark.parametrize("name", besides(("speedup", "roofline"), EXPLORERS))
+@pytest.mark.parametrize("name", besides(("roofline",), EXPLORERS))
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_every_setting_can_be_drawn_and_read(name, data):

@@ -47,8 +47,8 @@ def test_code_behind_a_notebook_is_what_it_imports_and_launches_and_no_more():
     found = fingerprint.modules_behind(ROOT / "notebooks" / "03_dataparallel_vs_ddp.ipynb")
     assert {
         "labs.data_parallel",
-        "labs.chapters.nb03.exercises",
-        "labs.chapters.nb03.claims",
+        "labs.exercises.nb03",
+        "labs.claims.nb03",
         "labs.kit.measure",
         "labs.common.models",
     } <= found
@@ -68,7 +68,7 @@ def test_all_that_a_launch_loads_is_code_behind_its_notebook():
 
 def test_the_page_of_all_claims_depends_on_all_judges_and_on_their_sheets(tmp_path, monkeypatch):
     eleven, three = (next((ROOT / "notebooks").glob(f"{n}_*.ipynb")) for n in ("11", "03"))
-    assert {"labs.chapters.nb03.claims_scaling", "labs.chapters.nb08.claims"} <= fingerprint.modules_behind(eleven)
+    assert {"labs.claims.nb03", "labs.chapters.nb08.claims"} <= fingerprint.modules_behind(eleven)
     changed = tmp_path / "claims.toml"
     text = (ROOT / "labs" / "kit" / "claims.toml").read_text("utf-8")
     changed.write_text(text.replace('changes = "', 'changes = "Not '), encoding="utf-8")

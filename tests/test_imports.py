@@ -21,7 +21,7 @@ BELOW = {
     "explorers": {"experiment", "common", "kit"},
 }
 # Experiments that others build on, by name.
-BUILDING_BLOCKS = {"ddp_training", "doctor", "watch"}
+BUILDING_BLOCKS = {"doctor", "watch"}
 # What an engineer installs without the course: these import the kit alone.
 TOOLS = {"doctor", "watch"}
 # Commands that stand above all: they may import anything, and nothing imports them.

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labs import batch_size, crossover
+from labs import batch_size
 from labs.chapters.nb00 import figures as nb00
 from labs.chapters.nb01 import figures_batch as nb01_batch
 from labs.chapters.nb06 import figures as nb06
 from labs.common.checkpoints import checkpoint_interval
-from labs.common.data_parallel import scaling
 from labs.common.elastic.journal import PHASES, History
 from labs.common.timing import collectives
 from labs.kit.check import predict
@@ -34,15 +33,6 @@ def test_link_fits(times):
     fit = collectives.fit(SIZES, times)
     known(fit.latency_s, fit.b_s, fit.half_bytes)
     assert math.isfinite(fit.seconds(SIZES[-1]))
-    modelled = crossover.predict(times[0], SIZES[0], fit, 2)
-    assert 0 <= modelled <= 2
-
-
-@given(TIMES)
-def test_amdahls_fit(times):
-    fit = scaling.fit_amdahl([1, 2, 3, 4], times)
-    known(fit.serial, fit.parallel, fit.limit)
-    assert all(1 <= round(fit.speedup(n), 9) <= n for n in (1, 2, 1000))
 
 
 @given(SECONDS, SECONDS, SECONDS)

@@ -167,7 +167,9 @@ def _impatient(wait_s: float, body: Callable[..., Any], args: tuple) -> Any:
 
 def _where(text: str) -> str:
     """The learner's line that a rank was waiting in, from its traceback."""
-    own = [m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|chapters)/", m["file"])]
+    own = [
+        m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|chapters|exercises)/", m["file"])
+    ]
     rank = re.search(r"^rank (\d+) on .* failed first", text, re.MULTILINE)
     if not own or not rank:
         return ""

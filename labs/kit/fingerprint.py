@@ -65,8 +65,10 @@ def modules_behind(path: Path) -> set[str]:
     )
     number = path.name[:2]
     own = {f"labs.chapters.nb{number}.{kind}" for kind in ("exercises", "solutions", "claims", "figures")}
+    own |= {f"labs.exercises.nb{number}", f"labs.claims.nb{number}"}
     if "labs.kit.docket" in source:  # it judges the claims of all notebooks, and finds their judges by name
         own |= {f"labs.chapters.{p.parent.name}.claims" for p in (ROOT / "labs" / "chapters").glob("nb??/claims.py")}
+        own |= {f"labs.claims.{p.stem}" for p in (ROOT / "labs" / "claims").glob("nb*.py")}
     todo, found = {*_uses(source, ""), *(m for m in own if _module_file(m))}, set()
     while todo:
         name = todo.pop()

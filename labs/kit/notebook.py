@@ -15,6 +15,8 @@ Without `nproc`, ranks are two GPUs, or else two CPU cores.
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,8 +26,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from IPython.display import display
 
+from labs.kit import evidence, measure, plot, record
 from labs.kit import launch as _launch
-from labs.kit import measure, plot, record
 from labs.kit.check import check, predict, show_solution
 from labs.kit.code import show_code, show_diff
 from labs.kit.errors import require
@@ -36,6 +38,8 @@ __all__ = [
     "show_solution",
 ]  # fmt: skip
 
+NAME = "COURSE_NOTEBOOK"
+"""A variable of the environment: the name of the notebook that runs in this kernel, where no server sets it."""
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 FEW = 9
 """Below so many pairs, a 95 % interval is nearly the range of the samples."""
@@ -86,7 +90,20 @@ def launch(lab: str, nproc: int | None = None, **parameters: Any) -> Results:
     A parameter such as `model` may be a function of this notebook. Raises as labs.kit.launch.launch does.
     """
     ranks = _ranks(nproc)
-    return Results(_launch.launch(lab, ranks, **parameters), ranks)
+    results = Results(_launch.launch(lab, ranks, **parameters), ranks)
+    _keep(results)
+    return results
+
+
+_launched: list[record.Record] = []
+
+
+def _keep(results: Results) -> None:
+    """Keep what this notebook has launched for `python -m labs.claims --own`, if the kernel knows its notebook."""
+    name = os.environ.get(NAME) or Path(os.environ.get("JPY_SESSION_NAME", "")).name
+    if re.match(r"\d\d_", name):
+        _launched.extend(results)
+        evidence.keep(name[:2], record.Records(_launched))
 
 
 def run_on_ranks(function: Callable[..., Any], nproc: int | None = None, *args: Any) -> list[Any]:

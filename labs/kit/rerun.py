@@ -57,7 +57,7 @@ def rerun(path: Path) -> None:
     notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
     runner = ExecutePreprocessor(timeout=timeouts.CELL_S, kernel_name="python3", record_timing=False)
     with tempfile.TemporaryDirectory(prefix="labs-evidence-") as folder:
-        os.environ[evidence.FOLDER] = folder  # a kernel inherits it
+        os.environ.update({evidence.FOLDER: folder, "COURSE_NOTEBOOK": path.name})  # a kernel inherits them
         runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
         for kept in Path(folder).iterdir():
             write_atomic(evidence.RECORDED / kept.name, kept.read_text(encoding="utf-8"))

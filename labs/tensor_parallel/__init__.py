@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labs.common.communication.wire import in_turn
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
 from labs.common.data_parallel.wire import sent_by
 from labs.common.memory import saved_tensors
@@ -38,6 +37,7 @@ from labs.common.sharding.blocks import Mlp, halves
 from labs.common.sharding.link import all_reduce_link
 from labs.common.sharding.tensor import by_hand, gradient_error, share, with_dtensor
 from labs.common.sharding.traffic import Traffic
+from labs.common.tensors import nbytes
 from labs.common.timing.collectives import LatencyBandwidth
 from labs.kit import measure
 from labs.kit.errors import require

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
 
-from labs import data_parallel as ddp
+from labs import data_parallel
 from labs.common.sources import published
-from labs.kit.claims import last, pairs, runs
+from labs.kit.claims import last, model_of, pairs, runs
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.pipeline_parallel import analysis
@@ -147,13 +147,12 @@ def together(run: Records, chain: str, schedule: str, micro_batches: int) -> flo
 
 def replicated(evidence: Records) -> list[Scheme]:
     """DDP on two devices: labs.data_parallel by model, else the best cell of labs.tensor_parallel's perceptrons."""
-    found = {}
+    found = []
     with contextlib.suppress(LookupError):
-        for run in runs(evidence, "data_parallel", "step_s", mode="ddp", ranks=2):
-            name = run[0].config.get("model", "?").rpartition(":")[2]
-            case = f"{name}, {run[0].config.get('split', 'weak')} scaling"
-            found[case] = Scheme("DDP", case, ddp.speedups(run)["ddp", 2])
-    return list(found.values()) or [perceptrons(evidence, "ddp", "DDP")]
+        for run in runs(evidence, "data_parallel", "samples_per_s", way="ddp"):
+            if run[0].layout.get("world_size") == 2:
+                found.append(Scheme("DDP", f"{model_of(run)}, weak scaling", data_parallel.speedup(run)))
+    return found or [perceptrons(evidence, "ddp", "DDP")]
 
 
 def perceptrons(evidence: Records, mode: str, name: str) -> Scheme:

@@ -20,8 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.common.tensors import nbytes
 
 EMULATED = "The wire is acted out: each exchange waits as long as the ring's formula says, no byte is held back."
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from labs.common.data_parallel.replicas import nbytes
+from labs.common.tensors import nbytes
 
 
 def bucket_bytes(module: nn.Module, bucket_cap_mb: float) -> list[int]:

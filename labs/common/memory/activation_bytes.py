@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.models import Workload
+from labs.common.tensors import nbytes
 
 
 def activation_bytes(workload: Workload, x: Tensor, y: Tensor) -> int:

@@ -2,7 +2,8 @@
 
     python -m labs.data_parallel --model my_package.my_module:factory
 
-The factory takes no arguments and returns a Workload, as those in MODELS do.
+The factory takes no arguments and returns a Workload, as those in MODELS do, or a module that turns Fashion-MNIST
+images, shape (batch, 1, 28, 28), into 10 logits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -82,19 +84,25 @@ def cnn_batchnorm() -> Workload:
     return Workload(ConvNet(norm=True), _images, nn.functional.cross_entropy)
 
 
-def fashion_cnn() -> Workload:
-    """A CNN on real Fashion-MNIST images (1x28x28, 10 classes), for accuracy and loss curves."""
+def fashion_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+    """Random Fashion-MNIST images, (batch, 1, 28, 28) float32 with mean 0 and deviation 1, and their labels."""
+    images, labels = _fashion()
+    rows = torch.randint(len(images), (batch_size,))
+    return images[rows], labels[rows]
+
+
+@cache
+def _fashion() -> tuple[Tensor, Tensor]:
     from labs.common.data import fashion_mnist
 
     data = fashion_mnist()
     images = torch.from_numpy(data.x_train).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
-    labels = torch.from_numpy(data.y_train).long()
+    return images, torch.from_numpy(data.y_train).long()
 
-    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-        rows = torch.randint(len(images), (batch_size,))
-        return images[rows], labels[rows]
 
-    return Workload(ConvNet(channels=1, width=16), make_batch, nn.functional.cross_entropy)
+def fashion_cnn() -> Workload:
+    """A CNN on real Fashion-MNIST images (1x28x28, 10 classes), for accuracy and loss curves."""
+    return Workload(ConvNet(channels=1, width=16), fashion_batch, nn.functional.cross_entropy)
 
 
 def char_gpt() -> Workload:
@@ -133,7 +141,8 @@ def make(name: str, seed: int = 0) -> Workload:
     """What `build` returns, unchecked: nothing is computed with the model."""
     factory = MODELS.get(name) or _import_factory(name)
     torch.manual_seed(seed)
-    return factory()
+    made = factory()
+    return Workload(made, fashion_batch, nn.functional.cross_entropy) if isinstance(made, nn.Module) else made
 
 
 def _check(workload: Workload) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.memory.recomputation import blocks
 from labs.common.sharding.traffic import sent_bytes
+from labs.common.tensors import nbytes
 from labs.kit._compat import TorchDispatchMode
 from labs.kit.errors import BadInput
 

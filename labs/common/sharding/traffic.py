@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.common.data_parallel.replicas import nbytes
 from labs.common.data_parallel.wire import sent_by
+from labs.common.tensors import nbytes
 from labs.kit import _compat
 from labs.kit._compat import TorchDispatchMode, tree_leaves
 from labs.kit.rank import Rank

@@ -1,1 +1,0 @@
-"""Notebook 03: figures, claims, exercises, solutions."""

@@ -1,0 +1,214 @@
+"""How much of the gradient exchange does DDP hide behind backward?
+
+    python -m labs.comm_overlap      |      torchrun --nproc-per-node 2 -m labs.comm_overlap --bucket-cap-mb 5
+
+About 15 s on 2 CPU cores. Three kinds of step take turns, without a hook:
+  no exchange       DDP under no_sync
+  one bucket        all gradients in one bucket, which is full when backward ends: nothing can be hidden
+  default buckets   DDP as torch sets it up (or with --bucket-cap-mb): it sends each bucket when it is full
+In the same rounds, both kinds that exchange also run with a hook that notes when each bucket is full and when it is
+averaged. On CPU cores the connection is slowed down until sending the gradients takes as long as a step without it.
+
+DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labs.common.communication import wire
+from labs.common.models import gradient_bytes
+from labs.common.timing.moments import now, seconds_between
+from labs.kit import cli, measure
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+
+ONE_BUCKET_MB = 10_000
+NONE, ONE, MANY = "no exchange", "one bucket", "default buckets"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The model, the connection, and how often to measure."""
+
+    width: Annotated[int, Ge(1)] = 1024
+    """Width of the perceptron's layers."""
+    layers: Annotated[int, Ge(1)] = 16
+    """Layers of the perceptron; each has 4 * width * (width + 1) bytes of gradients."""
+    batch_size: Annotated[int, Ge(1)] = 128
+    """Samples per rank and step."""
+    mb_s: Annotated[float | None, Gt(0)] = None
+    """Bandwidth between CPU ranks in each direction, in 10^6 byte/s. None: sending takes as long as a step."""
+    bucket_cap_mb: Annotated[float | None, Gt(0)] = None
+    """Bucket size of "default buckets", in MiB. None: as torch has it, 1 MiB for the first and 25 for the others."""
+    rounds: Annotated[int, Ge(2)] = 9
+    """Times that each kind of step takes its turn."""
+    seed: int = 0
+    """Seed of the model and of the data."""
+    smoke: bool = False
+    """Only a few steps, to see that it runs."""
+
+
+def perceptron(config: Config) -> nn.Module:
+    """`layers` equal layers: their gradients become ready one after the other, the last layer's first."""
+    layers = [m for _ in range(config.layers) for m in (nn.Linear(config.width, config.width), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+@dataclass
+class Timeline:
+    """Moments of one step on one rank: seconds of the host's clock, or events of a GPU's streams."""
+
+    start: object = None
+    forward_end: object = None
+    backward_end: object = None
+    full: dict[int, object] = field(default_factory=dict)
+    """When bucket i was full."""
+    averaged: dict[int, object] = field(default_factory=dict)
+    """When bucket i held the mean over ranks. Buckets may finish in any order."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of bucket i."""
+
+
+def noting_all_reduce(current: list[Timeline], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook: DDP's own mean over ranks, and a note of when it starts and ends."""
+    line, i, gradients = current[0], bucket.index(), bucket.buffer()
+    line.full[i], line.sizes[i] = now(gradients.device), gradients.nbytes
+
+    def note_end(future: torch.futures.Future) -> Tensor:
+        line.averaged[i] = now(gradients.device)
+        return future.value()[0]
+
+    return dist.all_reduce(gradients.div_(dist.get_world_size()), async_op=True).get_future().then(note_end)
+
+
+class Trainer:
+    """A DDP model with its step. With `hooked`, `lines` holds the timeline of every step."""
+
+    def __init__(self, config: Config, rank: Rank, bucket_cap_mb: float | None, hooked: bool) -> None:
+        torch.manual_seed(config.seed)
+        self.model = DistributedDataParallel(perceptron(config).to(rank.device), bucket_cap_mb=bucket_cap_mb)
+        self.x = torch.randn(config.batch_size, config.width, device=rank.device)
+        self.lines: list[Timeline] = []
+        self.current = [Timeline()]
+        if hooked:
+            self.model.register_comm_hook(self.current, noting_all_reduce)
+
+    def step(self, exchange: bool = True) -> None:
+        """Forward and backward."""
+        with nullcontext() if exchange else self.model.no_sync():
+            self.model.zero_grad()
+            self.model(self.x).square().mean().backward()
+
+    def noted_step(self) -> None:
+        """The same step with its moments noted."""
+        line = self.current[0] = Timeline(start=now(self.x.device))
+        self.model.zero_grad()
+        loss = self.model(self.x).square().mean()
+        line.forward_end = now(self.x.device)
+        loss.backward()
+        line.backward_end = now(self.x.device)
+        self.lines.append(line)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Step times of every kind in turn; then, of both kinds that exchange, the noted step of most usual length."""
+    one, one_noted = (Trainer(config, rank, ONE_BUCKET_MB, hooked) for hooked in (False, True))
+    many, many_noted = (Trainer(config, rank, config.bucket_cap_mb, hooked) for hooked in (False, True))
+    kinds: dict[tuple[str, bool], Callable[[], None]] = {
+        (NONE, False): lambda: many.step(exchange=False),
+        (ONE, False): one.step,
+        (MANY, False): many.step,
+        (ONE, True): one_noted.noted_step,
+        (MANY, True): many_noted.noted_step,
+    }
+    for step in kinds.values():
+        measure.time_steps(step, 2, rank.device)  # DDP arranges its buckets after the first backward
+    size = gradient_bytes(many.model.module)
+    mb_s = config.mb_s or matching_bandwidth(kinds[NONE, False], size, rank)
+    for trainer in (one_noted, many_noted):
+        trainer.lines.clear()
+    paced = rank.device.type == "cpu" and rank.world_size > 1
+    with wire.slowed(rank, mb_s) if paced else nullcontext():
+        seconds = measure.interleave(
+            kinds,
+            2 if config.smoke else config.rounds,
+            rank.device,
+            between=rank.barrier,
+            on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
+        )
+    if paced:
+        yield rank.record("connection_mb_s", "MB/s", mb_s)
+    yield rank.record("gradient_bytes", "B", size)
+    step_s = {kind: rank.slowest(samples) for kind, samples in seconds.items()}
+    for (way, noted), samples in step_s.items():
+        yield rank.record("noted_step_s" if noted else "step_s", "s", samples, way=way)
+    for way, trainer in ((ONE, one_noted), (MANY, many_noted)):
+        yield rank.record("backward_s", "s", rank.slowest([backward_s(line) for line in trainer.lines]), way=way)
+        usual_s = statistics.median(step_s[way, False])
+        nearest = min(range(len(trainer.lines)), key=lambda i: abs(step_s[way, True][i] - usual_s))
+        yield from spans(way, trainer.lines[nearest], rank)
+
+
+def matching_bandwidth(step: Callable[[], None], size: int, rank: Rank) -> float:
+    """10^6 byte/s at which a ring sends `size` bytes in the time of `step`: 2 (n-1)/n of them leave each rank."""
+    n = rank.world_size
+    step_s = statistics.median(rank.slowest(measure.time_steps(step, 3, rank.device)))
+    return max(1.0, 2 * (n - 1) / n * size / step_s / 1e6)
+
+
+def backward_s(line: Timeline) -> float:
+    """From the end of forward to the last gradient."""
+    return max(seconds_between(line.forward_end, full) for full in line.full.values())
+
+
+def spans(way: str, line: Timeline, rank: Rank) -> Iterator[Record]:
+    """When each part of one step began and ended on each rank, in s since the first rank began it.
+
+    Backward ends with its last gradient: what follows is a wait. A bucket waits until the other ranks have filled it.
+    GPUs have no common clock: there, each rank's step begins at 0, and waits cannot be told from exchanges.
+    """
+    late_s, shared = 0.0, rank.device.type == "cpu"
+    if shared:
+        late_s = line.start - min(rank.gather(line.start))
+    at = {i: late_s + seconds_between(line.start, moment) for i, moment in line.full.items()}
+    done = {i: late_s + seconds_between(line.start, moment) for i, moment in line.averaged.items()}
+    forward_end = late_s + seconds_between(line.start, line.forward_end)
+    all_full = {i: max(times) if shared else at[i] for i in at for times in [[r[i] for r in rank.gather(at)]]}
+    parts = [("forward", 0, late_s, forward_end), ("backward", 0, forward_end, max(at.values()))]
+    for i in sorted(at):
+        start = min(all_full[i], done[i])
+        parts += [("wait", line.sizes[i], at[i], start), ("exchange", line.sizes[i], start, done[i])]
+    for number, (part, size, begin, end) in enumerate(parts):
+        case = {"way": way, "part": part, "number": number, "bytes": size}
+        yield rank.record("span_s", "s", [begin, end], rank=rank.rank, **case)
+
+
+def overlap_gain(records: Records) -> measure.Estimate:
+    """How many times faster a step with default buckets is than one with a single bucket."""
+    return measure.paired_ratio(*(records.one("step_s", way=way).samples for way in (ONE, MANY)))
+
+
+def category(records: Records) -> str:
+    """Whether default buckets make a step faster than one bucket: "faster", "slower" or "inconclusive"."""
+    gain = overlap_gain(records)
+    return "faster" if gain.low > 1 else "slower" if gain.high < 1 else "inconclusive"
+
+
+def answer(records: Records) -> Iterator[str]:
+    """Three step times and the gain."""
+    none, one, many = (1e3 * records.one("step_s", way=way).value for way in (NONE, ONE, MANY))
+    yield f"A step takes {none:.0f} ms without exchange, {one:.0f} ms with one bucket, {many:.0f} ms with more buckets."
+    yield f"Sending buckets during backward makes a step {overlap_gain(records)} as fast."
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,5 +1,0 @@
-"""python -m labs.gradient_accumulation"""
-
-from labs.kit import cli
-
-cli.main()
