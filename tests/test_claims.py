@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from labs import chapters
-from labs.claims import main
+from labs.claims.__main__ import main
 from labs.kit import claims as claims_module
 from labs.kit import docket
 from labs.kit.claims import PAPER, WORDS, Verdict, claims, table, verdict

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from labs import claims as command
 from labs.chapters.nb11 import vote
+from labs.claims import __main__ as command
 from labs.kit import docket, evidence
 from labs.kit.claims import SIGNS, Verdict, claims, deciding, table
 from labs.kit.errors import BadInput

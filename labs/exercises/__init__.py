@@ -1,1 +1,1 @@
-"""The exercises of each notebook: task, reference solution, known mistakes, and how an answer is observed."""
+"""The exercises: one module per notebook, in the schema of labs.kit.exercise."""

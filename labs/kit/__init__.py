@@ -18,6 +18,9 @@
     cli              the same from a shell, and under torchrun
     plot             figures
     check, answers   predictions and exercises; what checkers ask of an answer
+    exercise         the schema of an exercise, and how an answer is compared with the reference
+    notebook         the ten names that a notebook uses
+    stability        how often an experiment gives the same answer
     claims           claims on trial (claims.toml)
     room             what a learner keeps for the instructor
     preflight        is this machine ready?

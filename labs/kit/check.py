@@ -11,6 +11,7 @@ learner's code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -71,6 +72,42 @@ class Prediction(float):
             return f"{said}; that is {'exactly' if low == high else 'within'} what was {kind}."
         direction = "above" if self > value else "below"
         return f"{said}; that is {_distance(float(self), value, self.unit)}{direction} what was {kind}."
+
+    def reveal(self, measured: Any, kind: str = "measured") -> None:
+        """Print the guess beside a number or an Estimate of this `kind`: "You said 2x; measured 1.06x (1.01 to 1.10)."
+
+        With COURSE_ROOM set, both are kept there.
+        """
+        value = float(getattr(measured, "value", measured))
+        low, high = (float(getattr(measured, end, value)) for end in ("low", "high"))
+        room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
+        said = "You made no guess" if math.isnan(self) else f"You said {float(self):g}{quantity(0, self.unit)[1:]}"
+        interval = f" ({quantity(low)} to {quantity(high)})" if low < high else ""
+        print(f"{said}; {kind} {quantity(value, self.unit)}{interval}.")
+
+    def mark(self, ax: Any, row: float | None = None) -> None:
+        """Draw the guess on the x axis of `ax`: a dashed line across it, or across one `row` of horizontal bars."""
+        if math.isnan(self):
+            return
+        color = "#D55E00"
+        if row is None:
+            ax.axvline(float(self), color=color, linestyle="--")
+        else:
+            ax.vlines(float(self), row - 0.42, row + 0.42, color=color, linestyle="--", linewidth=2.5)
+        place = (float(self), 0.5 if row is None else row + 0.5)
+        across = "axes fraction" if row is None else "data"
+        ax.annotate(
+            "your guess", place, xycoords=("data", across), color=color, ha="center", va="center", fontsize=10,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """`value` to 2 or 3 digits with its unit: "1.06x", "12.3 ms", "0.35 s", "86.0%"."""
+    size = abs(value)
+    text = f"{value:,.0f}" if size >= 100 or not size else f"{value:.{1 if size >= 10 else 2}f}"
+    text = f"{value:.2g}" if 0 < size < 0.1 else text
+    return f"{text}{unit}" if unit in ("x", "%", "") else f"{text} {unit}"
 
 
 def _distance(guess: float, value: float, unit: str) -> str:
@@ -253,11 +290,16 @@ def _is_todo(candidate: Any) -> bool:
     """True for TODO itself and for a function, or a class with a method, that still mentions it: nothing is run."""
     if isinstance(candidate, _Todo):
         return True
+    if getattr(getattr(candidate, "__code__", None), "co_code", None) == _is_stub.__code__.co_code:
+        return True
     if isinstance(candidate, type):
         return any(_is_todo(member) for member in vars(candidate).values())
     if not isinstance(candidate, FunctionType | MethodType):
         return False
     return any(name == "TODO" or candidate.__globals__.get(name) is TODO for name in _names(candidate.__code__))
+
+
+def _is_stub() -> None: ...
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -293,18 +335,19 @@ UNSENDABLE = "your function uses something that belongs to this process, such as
 
 def exercise_ids() -> list[str]:
     """Ids of all exercises of the course, in order."""
-    found = sorted((Path(__file__).parents[1] / "chapters").glob("nb*/exercises.py"))
-    modules = [importlib.import_module(f"labs.chapters.{p.parent.name}.exercises") for p in found]
-    return sorted(i for m in modules for i in m.EXERCISES)
+    labs = Path(__file__).parents[1]
+    names = [f"labs.exercises.{p.stem}" for p in sorted((labs / "exercises").glob("nb*.py"))]
+    names += [f"labs.chapters.{p.parent.name}.exercises" for p in sorted((labs / "chapters").glob("nb*/exercises.py"))]
+    return sorted(i for name in names for i in importlib.import_module(name).EXERCISES)
 
 
 def get_exercise(exercise_id: str) -> Exercise:
     """The exercise with this id, for example "03.1". BadInput names the ids there are."""
     notebook = str(exercise_id).partition(".")[0]
-    try:
-        return importlib.import_module(f"labs.chapters.nb{notebook}.exercises").EXERCISES[exercise_id]
-    except (ModuleNotFoundError, KeyError):
-        raise BadInput(f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}") from None
+    for name in (f"labs.exercises.nb{notebook}", f"labs.chapters.nb{notebook}.exercises"):
+        with contextlib.suppress(ModuleNotFoundError, KeyError):
+            return importlib.import_module(name).EXERCISES[exercise_id]
+    raise BadInput(f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}")
 
 
 def show_solution(exercise_id: str) -> None:

@@ -2,8 +2,8 @@
 
     from labs.kit.claims import Verdict, table, verdict
 
-    @verdict("A13")                                  # in labs/chapters/nb03/claims.py
-    def _(evidence):
+    @verdict("A13")                                  # in labs/claims/nb03.py
+    def a13_time_of_an_epoch(evidence):
         step_s = evidence.one("step_s", ranks=2)     # LookupError here means "not tried yet"
         return Verdict("does not hold", f"{step_s.value:.3f} s per step on 2 ranks", step_s.kind)
 
@@ -112,7 +112,7 @@ def verdict(claim_id: str) -> Callable[[Judge], Judge]:
         known = _by_id().get(claim_id)
         if known is None:
             raise ValueError(f"there is no claim {claim_id!r} in claims.toml")
-        chapter = re.match(r"labs\.chapters\.(nb\d\d)\.", judge.__module__)
+        chapter = re.match(r"labs\.(?:chapters|claims)\.(nb\d\d)\b", judge.__module__)
         if chapter and chapter[1] != f"nb{known.notebook}":
             raise ValueError(f"claims.toml puts {claim_id} into notebook {known.notebook}, not into {chapter[1]}")
         there = _judges.get(claim_id)
@@ -130,10 +130,12 @@ def _place(judge: Judge) -> str:
 
 
 def judge_of(claim: Claim) -> Judge | None:
-    """The registered function of a claim; imports labs/chapters/nbNN/claims.py when first asked."""
-    name = f"labs.chapters.nb{claim.notebook}"
-    if importlib.util.find_spec(name) is not None and importlib.util.find_spec(f"{name}.claims") is not None:
-        importlib.import_module(f"{name}.claims")
+    """The registered function of a claim; imports labs.claims.nbNN or labs.chapters.nbNN.claims when first asked."""
+    chapter = f"labs.chapters.nb{claim.notebook}"
+    if importlib.util.find_spec(f"labs.claims.nb{claim.notebook}") is not None:
+        importlib.import_module(f"labs.claims.nb{claim.notebook}")
+    elif importlib.util.find_spec(chapter) is not None and importlib.util.find_spec(f"{chapter}.claims") is not None:
+        importlib.import_module(f"{chapter}.claims")
     return _judges.get(claim.id)
 
 

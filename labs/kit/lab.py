@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import operator
 import os
 import sys
 import time
@@ -111,7 +112,7 @@ def require_findable(name: str, what: str) -> None:
     """
     module, _, attribute = name.partition(":")
     require(bool(module and attribute), f"{what} {name!r} must be package.module:factory")
-    if module in sys.modules:
+    if module in sys.modules or (module == CELL and attribute in cell_functions):
         return
     try:
         spec = importlib.util.find_spec(module)
@@ -139,9 +140,24 @@ def _names(tree: ast.Module) -> Iterator[str]:
                 yield node.asname or node.name
 
 
+CELL = "cell"
+cell_functions: dict[str, Any] = {}
+"""Functions and classes that a notebook's cell passes to `launch`, by name: the value "cell:mlp" of a Config is one."""
+
+
+def named_functions(parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`parameters` with a name such as "cell:mlp" for each function or class in it; and these, by name."""
+    functions = {value.__name__: value for value in parameters.values() if callable(value)}
+    named = {key: f"{CELL}:{value.__name__}" if callable(value) else value for key, value in parameters.items()}
+    cell_functions.update(functions)
+    return named, functions
+
+
 def imported(name: str, what: str) -> Any:
-    """The object that `name`, "package.module:factory", stands for. BadInput in one line; `what` says what it is."""
+    """What `name`, "package.module:factory" or "cell:function", refers to. BadInput in one line names `what` it is."""
     module, _, attribute = name.partition(":")
+    if module == CELL and attribute in cell_functions:
+        return cell_functions[attribute]
     require(bool(module and attribute), f"{what} {name!r} must be package.module:factory")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -175,7 +191,8 @@ CANNOT_BE_JUDGED = (ArithmeticError, OSError, ValueError)
 
 
 def recordable(config: Any) -> Any:
-    """`config` itself. BadInput if one of its values could not be written into a record, such as inf."""
+    """`config` itself. BadInput if a value is outside its limits or cannot be written into a record (inf)."""
+    require_limits(config)
     for name, value in dataclasses.asdict(config).items():
         try:
             problem = record.json_problem(plain(value))
@@ -183,6 +200,27 @@ def recordable(config: Any) -> Any:
             problem = f"{brief(value)} cannot be written"
         require(not problem, f"{name}: {problem}")
     return config
+
+
+def require_limits(config: Any) -> None:
+    """BadInput for the first value outside the limits that its annotation declares: `Annotated[int, Ge(1)]`.
+
+    The limits are those of the package annotated_types: Ge, Gt, Le, Lt.
+    """
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        for limit in getattr(hint, "__metadata__", ()) if value is not None else ():
+            for attribute, (words, holds) in LIMITS.items():
+                bound = getattr(limit, attribute, None)
+                require(bound is None or holds(value, bound), f"{name} must be {words} {bound}, not {brief(value)}")
+
+
+LIMITS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("more than", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("less than", operator.lt),
+}
 
 
 def cannot_be_judged(error: Exception, names: Iterable[str]) -> BadInput:

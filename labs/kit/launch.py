@@ -42,7 +42,7 @@ from labs.kit.display import View, open_view
 from labs.kit.errors import require
 from labs.kit.failure import RankFailed, RankTimeout, Watch
 from labs.kit.hardware import Device, place, why_cores
-from labs.kit.lab import check_layout, lab_module, make_config
+from labs.kit.lab import check_layout, lab_module, make_config, named_functions
 from labs.kit.monitor import Monitor, Trace
 from labs.kit.rank_process import RunFunction, RunLab, as_rank
 
@@ -69,13 +69,14 @@ def launch(
 ) -> Run:
     """Run `lab` on `nproc` ranks with the given parameters of its Config, and return its records.
 
-    `lab` is the name of a module in labs/, or "package.module" for one of your own. What ranks print is shown
-    when they are done, each line with its rank.
+    `lab` is the name of a module in labs/, or "package.module" for one of your own. A parameter may be a function or
+    class of a notebook's cell. What ranks print is shown when they are done, each line with its rank.
     Raises BadInput before anything starts, RankFailed with the first failing rank's traceback, RankTimeout
     after `timeout_s` seconds. Whatever happens, also an interrupt, no process of the run survives it.
     With COURSE_ROOM set, the records are kept there, too; with COURSE_SMOKE=1, every launch is a smoke run.
     """
     module = lab_module(lab)
+    parameters, functions = named_functions(parameters)
     parameters = _smoke_if_asked(module, parameters)
     config = make_config(module, parameters)
     placement = place(nproc, device, oversubscribe)
@@ -83,7 +84,7 @@ def launch(
     check_layout(module, config, nproc)
     with open_view(lab, nproc) if view is None else view as v:
         v.note(why_cores(placement, device))
-        job = Job(RunLab(lab, parameters), placement, timeout_s, v)
+        job = Job(RunLab(lab, parameters, functions), placement, timeout_s, v)
         results = _run(job)
     run = Run(record.attach_provenance(results[0]), job.trace, job.seconds, job.printed)
     room.keep_records(run)
@@ -91,14 +92,19 @@ def launch(
 
 
 def run_on_ranks(
-    function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = timeouts.FUNCTION_S
+    function: Callable[..., Any],
+    nproc: int = 2,
+    *args: Any,
+    timeout_s: float = timeouts.FUNCTION_S,
+    device: str = "cpu",
 ) -> list[Any]:
     """Call `function(*args)` on `nproc` ranks with a process group, and return what each returned, in rank order.
 
-    The function may be defined in a notebook cell. Ranks share cores if there are too few: for correctness
+    The function may be defined in a notebook cell. With `device="auto"` each rank has a GPU of its own if there are
+    enough, otherwise a CPU core, and CUDA shows it no GPU. Ranks share cores if there are too few: for correctness
     only, never for timing. Raises as `launch` does.
     """
-    return _run(Job(RunFunction(function, args), place(nproc, "cpu", True), timeout_s, View()))
+    return _run(Job(RunFunction(function, args), place(nproc, device, True), timeout_s, View()))
 
 
 def _smoke_if_asked(module: ModuleType, parameters: dict[str, Any]) -> dict[str, Any]:

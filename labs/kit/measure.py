@@ -260,6 +260,14 @@ def proportion(count: int, n: int) -> Estimate:
     return Estimate(count / n, float(found.low), float(found.high), n, "1")
 
 
+def total_rate(seconds: Sequence[Sequence[float]], items: float) -> list[float]:
+    """Items per second of all ranks together, block by block. `seconds`: [rank][block], of `items` on each rank.
+
+    For ranks that run freely: each one's own time counts, and nobody's block is stretched to that of the slowest.
+    """
+    return [sum(items / s for s in block) for block in zip(*seconds, strict=True)]
+
+
 def differs(ratio: Estimate, null: float = 1.0) -> bool:
     """Whether the interval of `ratio` leaves out `null`."""
     return not ratio.low <= null <= ratio.high

@@ -32,7 +32,7 @@ import typeguard  # noqa: F401
 from labs.kit import _compat, fork_server, measure, record, supervise  # noqa: F401
 from labs.kit.errors import BadInput
 from labs.kit.hardware import Device
-from labs.kit.lab import lab_module, make_config, short_name
+from labs.kit.lab import cell_functions, lab_module, make_config, short_name
 from labs.kit.rank import Rank, process_group
 
 if (fork_server.READY in os.environ and not os.environ.get(fork_server.LEAN)) or "RANK" in os.environ:
@@ -168,12 +168,18 @@ def _to_file(path: Path) -> Callable[[int, int, str], None]:
 
 
 class RunLab:
-    """`run` of a lab with its config, and the records of all ranks as rank 0's result."""
+    """`run` of a lab with its config, and the records of all ranks as rank 0's result.
 
-    def __init__(self, lab: str, values: dict[str, Any]) -> None:
-        self.lab, self.values = lab, values
+    `functions` are those of a notebook's cells that the config names, see labs.kit.lab.named_functions.
+    """
+
+    def __init__(self, lab: str, values: dict[str, Any], functions: dict[str, Any] | None = None) -> None:
+        self.lab, self.values, self.functions = lab, values, functions or {}
+        self.cells = cells_here() if functions else {}
 
     def __call__(self, rank: Rank) -> list[record.Record]:
+        know_cells(self.cells)
+        cell_functions.update(self.functions)
         lab = lab_module(self.lab)
         config = make_config(lab, self.values)
         rank.lab, rank.config = short_name(lab.__name__), record.as_json(config)
@@ -191,6 +197,10 @@ class RunFunction:
 
     def __call__(self, rank: Rank) -> Any:
         know_cells(self.cells)
+        if rank.device.type == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = (
+                ""  # a function that asks for a GPU must not get one that is not its own
+            )
         return self.function(*self.args)
 
 

@@ -1,0 +1,1 @@
+"""The sliders of the notebooks: one module each."""
