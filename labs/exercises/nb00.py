@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import operator
 import statistics
@@ -226,7 +227,7 @@ def _slow_all_reduce(answer: Callable[..., Any], log: Log) -> Iterator[None]:
         work = original(tensor, *args, async_op=async_op, **kwargs)
         return _Waited(work, finish) if async_op else finish()
 
-    places = (vars(dist), getattr(answer, "__globals__", {}))
+    places = (vars(dist), getattr(inspect.unwrap(answer), "__globals__", {}))
     named = [(names, name) for names in places for name, value in names.items() if value is original]
     for names, name in named:
         names[name] = all_reduce
