@@ -156,9 +156,7 @@ def matmul(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("matmul_flop_s", "FLOP/s", rates, rank=0, dtype=dtype, side=n)
             if peak := probing.datasheet_peak(dtype, rank.device):
                 shares = [rate / peak.flop_s for rate in rates]
-                yield rank.record(
-                    "matmul_share_of_peak", "", shares, rank=0, source=peak.source, dtype=dtype, side=n
-                )
+                yield rank.record("matmul_share_of_peak", "", shares, rank=0, source=peak.source, dtype=dtype, side=n)
     allow_tf32(False)
 
 

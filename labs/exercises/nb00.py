@@ -159,7 +159,10 @@ def observe_busbw(answer: Callable[[int], float]) -> dict[str, Any]:
     if not all(isinstance(number, float) for number in numbers):
         return {"what it returns": numbers[0]}
     calls = min(map(len, logs))
-    observed = {"what it returns": "a number", "all-reduces of the size asked for": "4 or more" if calls >= 4 else calls}
+    observed = {
+        "what it returns": "a number",
+        "all-reduces of the size asked for": "4 or more" if calls >= 4 else calls,
+    }
     if calls < 4:
         return observed
     observed["it waits for every all-reduce"] = all(math.isfinite(s) for log in logs for s in log)
@@ -238,7 +241,9 @@ def _slow_all_reduce(answer: Callable[..., Any], log: Log) -> Iterator[None]:
             names[name] = original
 
 
-def _timed(size_bytes: int, calls: int = 5, warm: bool = True, op: Any = dist.ReduceOp.MAX, busbw: bool = True) -> float:
+def _timed(
+    size_bytes: int, calls: int = 5, warm: bool = True, op: Any = dist.ReduceOp.MAX, busbw: bool = True
+) -> float:
     """The reference with one thing changed."""
     buffer, ranks = torch.zeros(size_bytes // 4), dist.get_world_size()
     if warm:

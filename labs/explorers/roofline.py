@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from labs.kit import hardware, plot
 from labs.kit.errors import require
 from labs.kit.explore import Menu, Slider, explore, powers
+from labs.kit.record import Record
 
 ITEMSIZE = {"FP32": 4, "TF32": 4, "BF16": 2, "FP16": 2}  # bytes; TF32 numbers are FP32 in memory
-INTENSITIES = (0.25, 4096.0)  # FLOP per byte, the axis
+INTENSITIES = (0.2, 5000.0)  # FLOP per byte, the axis
 
 
 def intensity(rows: float, width: int, itemsize: int) -> float:
@@ -26,7 +27,7 @@ def first_compute_bound(ridge: float, width: int, itemsize: int) -> float:
     return ridge * itemsize * width / rest if rest > 0 else float("inf")
 
 
-def draw(card: str, number_format: str, width: int, rows: int) -> tuple[plt.Figure, str, str]:
+def draw(card: str, number_format: str, width: int, rows: int) -> tuple[Figure, str, str]:
     """The figure, what it shows in words, and the sentence under it."""
     spec, itemsize = hardware.require_spec(card), ITEMSIZE[number_format]
     tflops = spec.tflops(number_format.lower())
@@ -34,19 +35,18 @@ def draw(card: str, number_format: str, width: int, rows: int) -> tuple[plt.Figu
     ridge, here = 1e3 * tflops / spec.bandwidth_gb_s, intensity(rows, width, itemsize)
     reached = min(tflops, here * spec.bandwidth_gb_s / 1e3)
     limit = "arithmetic" if here >= ridge else "memory"
-    message = f"{rows:,} rows: {limit} limits the layer to {reached / tflops:.0%} of the peak"
-    fig, ax = plt.subplots(figsize=(7, 3.6))
+    message = f"{rows:,} row{'s' * (rows > 1)}: {limit} limits the layer to {100 * reached / tflops:.2g} % of the peak"
+    source = {"source": f"the peak and bandwidth published in {spec.source}"}
+    origin = Record("roofline", "flop_s", "FLOP/s", (1e12 * tflops,), "modelled", provenance=source)
+    fig, ax = plot.figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=[origin])
     ends = (INTENSITIES[0], ridge, INTENSITIES[1])
-    ax.loglog(ends, [min(tflops, i * spec.bandwidth_gb_s / 1e3) for i in ends], color=plot.BLUE)
-    ax.plot([here], [reached], "o", color=plot.VERMILION, markersize=11)
-    ax.annotate(f"{rows:,} rows", (here, reached), (0, -18), textcoords="offset points", color=plot.VERMILION)
-    ax.annotate(f"{tflops:,g} TFLOP/s", (ridge, tflops), (0, 6), textcoords="offset points", color=plot.BLUE)
+    roof = [min(tflops, i * spec.bandwidth_gb_s / 1e3) for i in ends]
+    ax.loglog(ends, roof, color=plot.BLUE, gid="kind:modelled")
+    ax.plot([here], [reached], "X", color=plot.VERMILION, markersize=11, gid="kind:modelled")
+    ax.annotate(f"{rows:,} rows", (here, reached), (6, -18), textcoords="offset points", color=plot.VERMILION)
+    ax.annotate(f"{tflops:,g} TFLOP/s", (ridge, tflops), (6, 6), textcoords="offset points", color=plot.BLUE)
     ax.axvline(ridge, color=plot.GREY, linestyle=":")
-    ax.set(xlim=INTENSITIES, ylim=(0.05, 8000), xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s")
-    ax.set_title(message, loc="left")
-    fig._course_records, fig._course_caption = [], f"modelled; peak and bandwidth published in: {spec.source}"
-    fig.supxlabel(fig._course_caption, fontsize=9, color=plot.GREY, ha="left", x=0.01)
-    plt.close(fig)  # the explorer shows it, not the cell
+    ax.set(xlim=INTENSITIES, ylim=(0.05, 8000))
     first = first_compute_bound(ridge, width, itemsize)
     when = "No batch makes it compute-bound." if first == float("inf") else f"Compute-bound from {first:,.0f} rows on."
     sentence = f"{card}, {number_format}: the ridge is at {ridge:.0f} FLOP per byte; the layer has {here:.0f}. {when}"
