@@ -294,12 +294,12 @@ class Pass:
 
 
 def passes(records: Records) -> list[Pass]:
-    """Each timed pass with its bound: FLOPs over the FP32 peak or bytes over the bandwidth, operator by operator.
+    """Each timed pass with its bound: FLOPs over the best FP32 rate or bytes over the best bandwidth, by operator.
 
     LookupError if matmul, memory, operators or models was not measured.
     """
-    flop_s = max(r.value for r in records.where("matmul_flop_s", dtype="fp32"))
-    bytes_s = max(r.value for r in records.where("memory_b_s"))
+    flop_s = max(rate for r in records.where("matmul_flop_s", dtype="fp32") for rate in r.samples)
+    bytes_s = max(rate for r in records.where("memory_b_s") for rate in r.samples)
     tiny_passes = records.where("tiny_pass_s")
     slope = statistics.linear_regression([r.case["operators"] for r in tiny_passes], [r.value for r in tiny_passes])[0]
     found = []

@@ -43,8 +43,9 @@ def draw(card: str, number_format: str, width: int, rows: int) -> tuple[Figure, 
     roof = [min(tflops, i * spec.bandwidth_gb_s / 1e3) for i in ends]
     ax.loglog(ends, roof, color=plot.BLUE, gid="kind:modelled")
     ax.plot([here], [reached], "X", color=plot.VERMILION, markersize=11, gid="kind:modelled")
-    ax.annotate(f"{rows:,} rows", (here, reached), (-10, 8), textcoords="offset points", ha="right", color=plot.VERMILION)
-    ax.annotate(f"{tflops:,g} TFLOP/s", (ridge, tflops), (6, 6), textcoords="offset points", color=plot.BLUE)
+    beside = {"textcoords": "offset points"}
+    ax.annotate(f"{rows:,} rows", (here, reached), (-10, 8), ha="right", color=plot.VERMILION, **beside)
+    ax.annotate(f"{tflops:,g} TFLOP/s", (ridge, tflops), (6, 6), color=plot.BLUE, **beside)
     ax.axvline(ridge, color=plot.GREY, linestyle=":")
     ax.set(xlim=INTENSITIES, ylim=(0.05, 8000))
     first = first_compute_bound(ridge, width, itemsize)
