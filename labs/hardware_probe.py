@@ -197,15 +197,26 @@ def copies(config: Config, rank: Rank) -> Iterator[Record]:
     """Bytes per second between host and GPU, from pageable and from pinned memory; nothing on a CPU."""
     if rank.device.type == "cpu":
         return
-    on_device = torch.ones(2**24, device=rank.device)  # 64 MiB
-    host = {memory: torch.ones(2**24, pin_memory=memory == "pinned") for memory in ("pageable", "pinned")}
-    steps: dict[tuple[str, str], Step] = {}
-    for memory, there in host.items():
-        steps["to device", memory] = lambda there=there: on_device.copy_(there, non_blocking=True)
-        steps["to host", memory] = lambda there=there: there.copy_(on_device, non_blocking=True)
+    there = torch.ones(2**24, device=rank.device)  # 64 MiB
+    steps = {("to device", "pageable"): copy_from_pageable(there), ("to device", "pinned"): copy_from_pinned(there)}
+    for memory in ("pageable", "pinned"):
+        host = torch.empty(there.shape, pin_memory=memory == "pinned")
+        steps["to host", memory] = lambda host=host: host.copy_(there, non_blocking=True)
     for (direction, memory), seconds in seconds_of(steps, config, rank.device).items():
-        rates = [on_device.nbytes / s for s in seconds]
+        rates = [there.nbytes / s for s in seconds]
         yield rank.record("host_device_b_s", "B/s", rates, rank=0, direction=direction, memory=memory)
+
+
+def copy_from_pageable(there: Tensor) -> Step:
+    """A copy to the GPU, from ordinary memory."""
+    host = torch.ones(there.shape)
+    return lambda: there.copy_(host)
+
+
+def copy_from_pinned(there: Tensor) -> Step:
+    """A copy to the GPU, from pinned memory: the host doesn't wait for it."""
+    host = torch.ones(there.shape, pin_memory=True)
+    return lambda: there.copy_(host, non_blocking=True)
 
 
 def operator_times(config: Config, rank: Rank) -> Iterator[Record]:
