@@ -208,13 +208,13 @@ def copies(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def copy_from_pageable(there: Tensor) -> Step:
-    """A copy to the GPU, from ordinary memory."""
+    """A copy of the host's memory to the GPU."""
     host = torch.ones(there.shape)
     return lambda: there.copy_(host)
 
 
 def copy_from_pinned(there: Tensor) -> Step:
-    """A copy to the GPU, from pinned memory: the host doesn't wait for it."""
+    """A copy of the host's memory to the GPU."""
     host = torch.ones(there.shape, pin_memory=True)
     return lambda: there.copy_(host, non_blocking=True)
 
@@ -373,7 +373,7 @@ def answer(records: Records) -> Iterator[str]:
             f"{first.case['bytes'] / 1024:,.0f} KiB."
         )
     if best and all(len(records.where(metric)) for metric in ("memory_b_s", "tiny_pass_s", "model_flop_s")):
-        limits = (f"{p.name} by {p.limit} ({1e3 * p.measured:.2g} ms)" for p in passes(records))
+        limits = (f"{p.name} by {p.limit} ({1e3 * p.measured:.3g} ms)" for p in passes(records))
         yield f"Passes are limited: {', '.join(limits)}."
     for metric, what in (("matmul_relative_error", "a matrix product"), ("all_reduce_error", "an all-reduce")):
         worst = max((r.value for r in records.where(metric)), default=0.0)

@@ -17,6 +17,7 @@ from labs.common.timing.probing import training_step
 from labs.common.timing.roofline import operators, training_step_work
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records, load
 
 RECORDED = load(Path(__file__).parent / "records" / "00.jsonl")
@@ -54,6 +55,32 @@ def test_a_record_of_the_first_edition_of_the_probe_has_the_same_metrics_and_cas
     for metric in ("matmul_flop_s", "memory_b_s", "operator_s", "model_flop_s", "model_flop", "model_bytes"):
         old, new = ({frozenset(r.case) for r in records.where(metric)} for records in (H200, RECORDED))
         assert old == new, metric
+
+
+def test_copies_of_a_gpu_have_the_cases_of_the_recorded_ones(monkeypatch):
+    """Without a GPU: tensors on the host in place of the device's, and a clock that says 1 ms."""
+    ones, empty = torch.ones, torch.empty
+    monkeypatch.setattr(torch, "ones", lambda shape, **_: ones(shape))
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: empty(shape))
+
+    def timed(steps, config, device):
+        for step in steps.values():
+            step()
+        return {name: [1e-3] for name in steps}
+
+    monkeypatch.setattr(hardware_probe, "seconds_of", timed)
+    rank = Rank(0, 1, 0, 1, torch.device("cuda"), "gloo", ())
+    found = list(hardware_probe.copies(hardware_probe.Config(), rank))
+    cases = [sorted(r.case.items()) for r in H200.where("host_device_b_s")]
+    assert sorted(sorted(r.case.items()) for r in found) == sorted(cases)
+    assert {r.value for r in found} == {2**26 / 1e-3}
+
+
+def test_tf32_is_off_again_when_the_products_are_timed():
+    rank = Rank(0, 1, 0, 1, CPU, "gloo", ())
+    list(hardware_probe.matmul(hardware_probe.Config(smoke=True, matmul_sizes=(8,), dtypes=("fp32", "bf16")), rank))
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    torch.set_float32_matmul_precision("highest")  # other tests read the switch by its old name
 
 
 # -- the bound of a pass

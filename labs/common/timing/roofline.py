@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a training step, operator by operator, and the speed that a device allows it."""
+"""FLOPs and bytes of a training pass, operator by operator."""
 
 from __future__ import annotations
 
@@ -24,28 +24,10 @@ class Work:
     operators: int = 0
     """Calls of operators that compute something (views do not): each costs the host time, whatever its size."""
 
-    @property
-    def intensity(self) -> float:
-        """Arithmetic intensity in FLOP per byte."""
-        return self.flop / self.bytes
-
 
 def matmul_work(n: int, itemsize: int) -> Work:
     """Product of two n x n matrices: n^2 sums of n products; each matrix read or written once."""
     return Work(2 * n**3, 3 * n**2 * itemsize)
-
-
-def attainable_flop_s(intensity: float, peak_flop_s: float, bandwidth_b_s: float) -> float:
-    """The roofline: min(peak, intensity x bandwidth), with the intensity in FLOP per byte moved to memory.
-
-    Source: Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009.
-    """
-    return min(peak_flop_s, intensity * bandwidth_b_s)
-
-
-def ridge_flop_per_byte(peak_flop_s: float, bandwidth_b_s: float) -> float:
-    """The intensity at which the roof bends: below it memory limits, above it arithmetic."""
-    return peak_flop_s / bandwidth_b_s
 
 
 @dataclass(frozen=True)
