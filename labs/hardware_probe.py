@@ -1,4 +1,4 @@
-"""Is this machine ready, and how fast can it go?
+"""Is this machine ready, and how fast can it be?
 
     python -m labs.hardware_probe                        # checks, then the speed limits
     python -m labs.hardware_probe --preflight            # GO or NO-GO for the course, a report, no speed limits
@@ -6,16 +6,18 @@
     python -m labs.hardware_probe --require-gpus 2       # fail unless torch can use two GPUs
     torchrun --nproc-per-node 2 -m labs.hardware_probe   # the speed limits alone, on a cluster
 
-Exit code: 0 all passed (warnings allowed), 1 a check failed, 2 bad input. About 10 s on 2 CPU cores.
+Exit code: 0 all passed (warnings allowed), 1 a check failed, 2 bad input. About 20 s on 2 CPU cores.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 if __name__ == "__main__" and "--preflight" in sys.argv:  # before torch: it also says when that is missing
     from labs.classroom import room_preflight
@@ -24,18 +26,23 @@ if __name__ == "__main__" and "--preflight" in sys.argv:  # before torch: it als
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from annotated_types import Ge
+from torch import Tensor, nn
 
 from labs.common import models
-from labs.common.timing import collectives, limits, probing
-from labs.common.timing.roofline import Work, matmul_work, training_step_work
+from labs.common.models import Workload
+from labs.common.timing import collectives, probing
+from labs.common.timing.roofline import matmul_work, operators
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 GPT_BLOCK = "labs.common.models.text_models:gpt_block"
-SMOKE = {"dtypes": ("fp32",), "models": ("mlp",), "budget_s": 0.1}  # with --smoke in a shell
+SMOKE = {"dtypes": ("fp32",), "models": ("mlp",)}  # with --smoke in a shell
+LONGEST_S = 0.5  # a format that needs longer for one product is left out
+FORMATS = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16"}
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -43,40 +50,33 @@ class Config:
     """What to measure. Empty or 0: a default that suits the device."""
 
     parts: tuple[str, ...] = ()
-    """What to do: correctness (always), matmul, convolution, memory, copies, overhead, models, ceiling, all_reduce.
-    () is all."""
+    """What to do: correctness (always), matmul, memory, copies, operators, models, all_reduce. () is all."""
     dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
-    """Number formats of matrix products and convolutions; those a device cannot do are left out."""
+    """Number formats of the matrix products; those that a device lacks are left out."""
     matmul_sizes: tuple[int, ...] = ()
-    """Sides of the square matrices. Default: 128 to 1024 on a CPU core, 1024 to 8192 on a GPU."""
-    array_mib: int = 0
-    """Size of each array of the memory bandwidth test. Default: 64 on a CPU core, 512 on a GPU."""
-    message_kib: tuple[float, ...] = (1, 8, 64, 512, 4096, 16384)
+    """Sides of the square matrices. Default: 128 to 512 on a CPU core, 1024 to 8192 on a GPU."""
+    array_mib: Annotated[int, Ge(0)] = 0
+    """Size of each array of the memory test. Default: 64 on a CPU core, 512 on a GPU."""
+    message_kib: tuple[float, ...] = (1, 8, 32, 256, 1024, 4096, 16384)
     """Sizes of the all-reduced buffers."""
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Layers of the tiny models that show the time of an operator."""
     models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm", GPT_BLOCK)
-    """Models for the roofline: keys of labs.models.MODELS or package.module:factory."""
-    batch_size: int = 0
+    """Models whose passes are timed: keys of labs.common.models.MODELS or package.module:factory."""
+    batch_size: Annotated[int, Ge(0)] = 0
     """Rows in a batch of the models. Default: 64; 1 of the GPT block on a CPU core: a row is 128 tokens."""
-    rounds: int = 9
+    rounds: Annotated[int, Ge(2)] = 9
     """Samples of each measurement."""
-    budget_s: float = 0.3
-    """Longest that all samples of one product may take (four times that for the convolution). What a slow format cannot
-    do in it is left out."""
     smoke: bool = False
     """Few samples and sizes: does it work at all?"""
 
     def __post_init__(self) -> None:
-        wrong = sorted(set(self.parts) - set(PARTS))
-        require(not wrong, f"parts may hold {', '.join(PARTS)}, not {', '.join(wrong)}")
-        unknown = set(self.dtypes) - set(probing.DTYPES)
-        require(not unknown, f"dtypes may hold {', '.join(probing.DTYPES)}, not {', '.join(sorted(unknown))}")
-        require(all(n >= 1 for n in self.matmul_sizes), "matmul_sizes must be at least 1")
-        require(self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}")
+        for name, allowed in (("parts", PARTS), ("dtypes", FORMATS)):
+            wrong = sorted(set(getattr(self, name)) - set(allowed))
+            require(not wrong, f"{name} may hold {', '.join(allowed)}, not {', '.join(wrong)}")
+        require(all(n >= 1 for n in (*self.matmul_sizes, *self.depths)), "matmul_sizes and depths must be at least 1")
         require(all(k * 1024 >= 4 for k in self.message_kib), "message_kib must be at least 0.004 (one float)")
         models.require_known(*self.models, option="models")
-        require(self.batch_size >= 0, f"batch_size must be at least 1 (or 0 for the default), not {self.batch_size}")
-        require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}")
-        require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
 
     def passes(self, device: str) -> list[tuple[str, int]]:
         """(model, rows) of every pass to time; the first model also with one row."""
@@ -86,13 +86,11 @@ class Config:
 
     def sizes(self, device: str) -> tuple[int, ...]:
         """The matrix sizes for this kind of device, ascending."""
-        if self.matmul_sizes:
-            return tuple(sorted(set(self.matmul_sizes)))
-        usual = (128, 256, 512, 1024) if device == "cpu" else (1024, 2048, 4096, 8192)
-        return usual[:2] if self.smoke else usual
+        usual = (128, 256, 512) if device == "cpu" else (1024, 2048, 4096, 8192)
+        return tuple(sorted(set(self.matmul_sizes))) or (usual[:2] if self.smoke else usual)
 
     def array_bytes(self, device: str) -> int:
-        """Bytes of one array of the bandwidth test: beyond any cache."""
+        """Bytes of one array of the memory test: beyond the caches of most processors."""
         usual = 64 if device == "cpu" else 512
         return (self.array_mib or (usual // 4 if self.smoke else usual)) * 2**20
 
@@ -107,28 +105,15 @@ class Config:
         return 3 if self.smoke else self.rounds
 
 
-def predict(config: Config) -> dict[str, Work]:
-    """FLOPs, bytes and operators of every product and pass on a CPU core, counted without running any of them."""
-    work = {f"matmul {n}": matmul_work(n, 4) for n in config.sizes("cpu")}
-    return work | {
-        limits.pass_name(m, rows): training_step_work(models.build(m), rows) for m, rows in config.passes("cpu")
-    }
-
-
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """What each rank does; rank 0 measures alone while the others wait, then all measure at once."""
+    """What each rank does. Rank 0 measures alone while the others wait; all take part in correctness and all_reduce."""
     stages = [stage for name, stage in PARTS.items() if name in ("correctness", *(config.parts or PARTS))]
     for done, stage in enumerate(stages):
         rank.progress(done, len(stages), stage.__name__.replace("_", " "))
         rank.barrier()
-        yield from stage(config, rank)
+        if rank.rank == 0 or stage in (correctness, all_reduce):
+            yield from stage(config, rank)
     rank.progress(len(stages), len(stages), "done")
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; a NaN or an infinity counts as 1e9, since a record holds finite numbers only."""
-    error = float((got - want).norm() / want.norm())
-    return error if math.isfinite(error) else 1e9
 
 
 def correctness(config: Config, rank: Rank) -> Iterator[Record]:
@@ -143,117 +128,146 @@ def correctness(config: Config, rank: Rank) -> Iterator[Record]:
     yield rank.record("all_reduce_error", "", float((buffer.cpu() - want_sum).abs().max()), rank=rank.rank)
 
 
-def matmul_alone(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of square matrix products on one device, the others idle, and their share of the dense peak."""
-    formats = [d for d in config.dtypes if probing.supported(d, rank.device)] if rank.rank == 0 else []
-    for dtype in formats:
-        peak = probing.datasheet_peak(dtype, rank.device)
-        for n, seconds in probing.matmul_sweep(dtype, config.sizes(rank.device.type), config, rank.device):
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||; a NaN or an infinity counts as 1e9, since a record holds finite numbers only."""
+    error = float((got - want).norm() / want.norm())
+    return error if math.isfinite(error) else 1e9
+
+
+def seconds_of(steps: Mapping[Any, Step], config: Config, device: torch.device) -> dict[Any, list[float]]:
+    """Seconds of a call of each step. All take turns, each as a block of calls that fills about 8 ms."""
+    calls = {name: probing.inner_calls(step, device) for name, step in steps.items()}  # the first calls warm up
+
+    def block(name: Any) -> Step:
+        return lambda: [steps[name]() for _ in range(calls[name])]
+
+    seconds = measure.interleave({name: block(name) for name in steps}, config.samples, device)
+    return {name: [s / calls[name] for s in found] for name, found in seconds.items()}
+
+
+def matmul(config: Config, rank: Rank) -> Iterator[Record]:
+    """FLOP/s of square matrix products in each format, in turn, and their share of the dense datasheet peak."""
+    for n in config.sizes(rank.device.type):
+        steps = {d: product(d, n, rank.device) for d in config.dtypes if probing.supported(d, rank.device)}
+        slow = {d for d, step in steps.items() if min(measure.time_steps(step, 2, rank.device)) > LONGEST_S}
+        timed = seconds_of({d: step for d, step in steps.items() if d not in slow}, config, rank.device)
+        for dtype, seconds in timed.items():
             rates = [matmul_work(n, 4).flop / s for s in seconds]
-            case = {"dtype": dtype, "side": n}
-            yield rank.record("matmul_flop_s", "FLOP/s", rates, rank=0, **case)
-            if peak:
-                shares = [r / peak.flop_s for r in rates]
-                yield rank.record("matmul_share_of_peak", "", shares, rank=0, source=peak.source, **case)
+            yield rank.record("matmul_flop_s", "FLOP/s", rates, rank=0, dtype=dtype, side=n)
+            if peak := probing.datasheet_peak(dtype, rank.device):
+                shares = [rate / peak.flop_s for rate in rates]
+                yield rank.record("matmul_share_of_peak", "", shares, rank=0, source=peak.source, dtype=dtype, side=n)
+    allow_tf32(False)
 
 
-def convolution_alone(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of a 3x3 convolution in each format: another library than the product's, so another candidate."""
-    formats = [d for d in config.dtypes if probing.supported(d, rank.device)] if rank.rank == 0 else []
-    for dtype in formats:
-        step, flop = probing.convolution_step(rank.device, dtype, images=1)
-        rate = flop / min(measure.time_steps(step, 4, rank.device))
-        step, flop = probing.convolution_step(rank.device, dtype)
-        if (config.samples + 3) * flop / rate <= 4 * config.budget_s:
-            rates = [flop / s for s in probing.timed(step, config.samples, rank.device)]
-            yield rank.record("convolution_flop_s", "FLOP/s", rates, rank=0, dtype=dtype)
-    torch.backends.cudnn.allow_tf32 = False  # a process-wide switch: the next part wants FP32
+def product(dtype: str, n: int, device: torch.device) -> Step:
+    """A product of two n x n matrices of random numbers: on zeros a GPU draws less power and may run faster."""
+    a, b = (torch.randn(n, n, device=device).to(probing.DTYPES[dtype]) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def step() -> None:
+        allow_tf32(dtype == "tf32")
+        torch.mm(a, b, out=out)
+
+    return step
 
 
-def memory_alone(config: Config, rank: Rank) -> Iterator[Record]:
-    """Bytes per second of copy and triad over arrays beyond the caches, on one device, the others idle."""
-    steps = probing.memory_steps(config.array_bytes(rank.device.type), rank.device) if rank.rank == 0 else {}
-    for op, (step, moved) in steps.items():
-        seconds = probing.timed(step, config.samples, rank.device)
+def allow_tf32(allowed: bool) -> None:
+    """Let FP32 matrix products use TF32, or not. A switch of the whole process, for NVIDIA GPUs."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    else:  # before torch 2.9
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def memory(config: Config, rank: Rank) -> Iterator[Record]:
+    """Bytes per second of STREAM's copy a = b and triad a = b + 2c, counted as STREAM does: each array once.
+
+    A CPU may read a line before it overwrites it and so move more. Source: J. D. McCalpin, STREAM.
+    """
+    nbytes = config.array_bytes(rank.device.type)
+    a, b, c = (torch.ones(nbytes // 4, device=rank.device) for _ in range(3))
+    steps = {"copy": lambda: a.copy_(b), "triad": lambda: torch.add(b, c, alpha=2.0, out=a)}
+    for op, seconds in seconds_of(steps, config, rank.device).items():
+        moved = nbytes * (2 if op == "copy" else 3)
         yield rank.record("memory_b_s", "B/s", [moved / s for s in seconds], rank=0, op=op)
 
 
-def host_device_copies(config: Config, rank: Rank) -> Iterator[Record]:
+def copies(config: Config, rank: Rank) -> Iterator[Record]:
     """Bytes per second between host and GPU, from pageable and from pinned memory; nothing on a CPU."""
-    if rank.rank or rank.device.type == "cpu":
+    if rank.device.type == "cpu":
         return
-    for (direction, memory), (step, moved) in probing.copy_steps(64 * 2**20, rank.device).items():
-        rates = [moved / s for s in probing.timed(step, config.samples, rank.device)]
+    there = torch.ones(2**24, device=rank.device)  # 64 MiB
+    steps = {("to device", "pageable"): copy_from_pageable(there), ("to device", "pinned"): copy_from_pinned(there)}
+    for memory in ("pageable", "pinned"):
+        host = torch.empty(there.shape, pin_memory=memory == "pinned")
+        steps["to host", memory] = lambda host=host: host.copy_(there, non_blocking=True)
+    for (direction, memory), seconds in seconds_of(steps, config, rank.device).items():
+        rates = [there.nbytes / s for s in seconds]
         yield rank.record("host_device_b_s", "B/s", rates, rank=0, direction=direction, memory=memory)
 
 
-def overhead(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds per operator where there is nothing to compute: one operator alone, and in a pass of a tiny MLP."""
-    if rank.rank:
-        return
-    alone = probing.timed(probing.add_step(rank.device), config.samples, rank.device)
-    yield rank.record("operator_s", "s", alone, rank=0, of="add_")
-    operators = training_step_work(probing.tiny_mlp(), 1).operators
-    tiny = probing.training_step(probing.tiny_mlp(), 1, rank.device)
-    seconds = probing.timed(tiny, config.samples, rank.device)
-    yield rank.record("operator_s", "s", [s / operators for s in seconds], rank=0, of="pass")
+def copy_from_pageable(there: Tensor) -> Step:
+    """A copy of the host's memory to the GPU."""
+    host = torch.ones(there.shape)
+    return lambda: there.copy_(host)
 
 
-def model_steps(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of a forward and backward pass of each model in FP32, with its counted FLOPs, bytes and operators."""
-    for name, rows in config.passes(rank.device.type) if rank.rank == 0 else ():
-        work = training_step_work(models.build(name), rows)
-        step = probing.training_step(models.build(name), rows, rank.device)
-        rates = [work.flop / s for s in probing.timed(step, config.samples, rank.device)]
-        case = {"model": name, "batch_size": rows}
-        yield rank.record("model_flop_s", "FLOP/s", rates, rank=0, **case)
-        yield rank.record("model_flop", "FLOP", work.flop, kind="modelled", rank=0, **case)
-        yield rank.record("model_bytes", "B", work.bytes, kind="modelled", rank=0, **case)
-        yield rank.record("model_operators", "1", float(work.operators), kind="modelled", rank=0, **case)
+def copy_from_pinned(there: Tensor) -> Step:
+    """A copy of the host's memory to the GPU."""
+    host = torch.ones(there.shape, pin_memory=True)
+    return lambda: there.copy_(host, non_blocking=True)
 
 
-def all_together(config: Config, rank: Rank) -> Iterator[Record]:
-    """The machine's ceiling: one rank alone, then all at once, in turn, with no communication.
-
-    The ratio of the two totals is the best speed-up that any parallel training can have here. Nothing on one
-    rank.
-    """
-    if rank.world_size == 1:
-        return
-    sizes = config.sizes(rank.device.type)
-    n = min(512, sizes[-1]) if rank.device.type == "cpu" else sizes[-1]
-    triad, moved = probing.memory_steps(config.array_bytes(rank.device.type), rank.device)["triad"]
-    product = probing.matmul_step("fp32", n, rank.device)
-    yield from _ceiling(config, rank, "matmul", product, matmul_work(n, 4).flop, "FLOP/s")
-    yield from _ceiling(config, rank, "triad", triad, moved, "B/s")
+def operator_times(config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds of passes through more and more layers that have nothing to compute: the slope is that of an operator."""
+    x = torch.zeros(1, device=rank.device)
+    passes = {n: probing.training_step(tiny(n), 1, rank.device) for n in config.depths}
+    called = {n: len(operators(step)) for n, step in passes.items()}
+    for n, seconds in seconds_of({0: lambda: x.add_(1), **passes}, config, rank.device).items():
+        if n:
+            yield rank.record("tiny_pass_s", "s", seconds, rank=0, layers=n, operators=called[n])
+        else:
+            yield rank.record("operator_s", "s", seconds, rank=0, of="add_")
 
 
-def _ceiling(config: Config, rank: Rank, job: str, step: probing.Step, amount: float, unit: str) -> Iterator[Record]:
-    alone: list[float] = []
-    together: list[float] = []
-    inner = max(rank.gather(probing.inner_calls(step, rank.device, target_s=0.02)))
-    for _ in range(config.samples):
-        rank.barrier()
-        alone += rank.slowest([probing.block_s(step, inner, rank.device) if rank.rank == 0 else 0.0])
-        together += rank.slowest([probing.block_s(step, inner, rank.device)])
-    if rank.rank == 0:
-        n = rank.world_size
-        speedup = [n * a / t for a, t in zip(alone, together, strict=True)]
-        yield rank.record("ceiling_rate", unit, [inner * amount / s for s in alone], job=job, ranks=1)
-        yield rank.record("ceiling_rate", unit, [n * inner * amount / s for s in together], job=job, ranks=n)
-        yield rank.record("ceiling_speedup", "x", speedup, job=job, ranks=n)
+def tiny(layers: int) -> Workload:
+    """A model of `layers` layers, 8 wide: a pass calls operators that have next to nothing to compute."""
+    module = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(8, 8), nn.ReLU())))
+    return Workload(module, lambda rows: (torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)), cross_entropy)
+
+
+def model_passes(config: Config, rank: Rank) -> Iterator[Record]:
+    """FLOP/s of a forward and backward pass of each model in FP32, and FLOPs and bytes of each operator it calls."""
+    passes = config.passes(rank.device.type)
+    steps = {(m, rows): probing.training_step(models.build(m), rows, rank.device) for m, rows in passes}
+    seconds = seconds_of(steps, config, rank.device)
+    for (model, rows), step in steps.items():
+        calls = operators(step)  # on this device: a fused attention is one operator here
+        case = {"model": model, "batch_size": rows}
+        flop, moved = sum(c.flop for c in calls), sum(c.bytes for c in calls)
+        yield rank.record("model_flop_s", "FLOP/s", [flop / s for s in seconds[model, rows]], rank=0, **case)
+        yield rank.record("model_flop", "FLOP", flop, kind="modelled", rank=0, **case)
+        yield rank.record("model_bytes", "B", moved, kind="modelled", rank=0, **case)
+        yield rank.record("model_operators", "1", float(len(calls)), kind="modelled", rank=0, **case)
+        for name in dict.fromkeys(c.name for c in calls):
+            same = [c for c in calls if c.name == name]
+            one = {"kind": "modelled", "rank": 0, **case, "operator": name}
+            yield rank.record("operator_flop", "FLOP", [c.flop for c in same], **one)
+            yield rank.record("operator_bytes", "B", [c.bytes for c in same], **one)
 
 
 def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds of an all-reduce by message size, slowest rank, and its bus bandwidth; nothing on one rank."""
     n = rank.world_size
-    steps = {size: probing.all_reduce_step(size, rank.device) for size in config.messages() if n > 1}
-    found: dict[int, list[float]] = {size: [] for size in steps}
-    for _ in range(config.samples):  # all sizes in every round: a slow spell of the machine hits all of them
-        for size, step in steps.items():
-            inner = max(1, min(20, 2**20 // size))
+    buffers = {size: torch.zeros(size // 4, device=rank.device) for size in config.messages() if n > 1}
+    found: dict[int, list[float]] = {size: [] for size in buffers}
+    for turn in range(config.samples + 1):  # all sizes in every round: a slow spell of the machine hits all of them
+        for size, buffer in buffers.items():
+            calls = max(1, min(20, 2**20 // size))
             rank.barrier()
-            found[size].append(probing.block_s(step, inner, rank.device) / inner)
+            seconds = probing.block_s(lambda buffer=buffer: dist.all_reduce(buffer), calls, rank.device) / calls
+            found[size] += [seconds] if turn else []  # the first round makes the connections
     for size, own in found.items():
         seconds = rank.slowest(own)
         if rank.rank == 0:
@@ -262,71 +276,109 @@ def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("busbw_b_s", "B/s", busbw, bytes=size, ranks=n)
 
 
-def answer(run: Records) -> Iterator[str]:
-    """How fast this device is in each format, what limits each pass, what ranks and messages cost, in sentences."""
-    best = limits.peaks(run)
-    if best:
-        rates = "; ".join(
-            f"{limits.FORMATS[d]} {measure.estimate(r.samples, r.unit)} ({limits.kernel(r)})" for d, r in best.items()
-        )
-        yield f"The fastest kernel in each format: {rates}."
-    if "fp32" in best and len(run.where("memory_b_s")):
-        stream = limits.memory(run)
-        ridge = best["fp32"].value / stream.value
-        yield (
-            f"Memory moves {measure.estimate(stream.samples, 'B/s')}: in FP32 a pass with fewer than {ridge:.1f} "
-            "FLOP per byte waits for memory rather than for arithmetic."
-        )
-        if len(run.where("operator_s")) and len(run.where("model_flop_s")):
-            yield _passes_sentence(limits.passes(run))
-    for r in run.where("ceiling_speedup"):
-        n, what = r.case["ranks"], "arithmetic" if r.case["job"] == "matmul" else "memory traffic"
-        gain = measure.estimate(r.samples, "x")
-        short = "less than" if gain.high < n else "no less, that this run can show, than"
-        yield f"{n} ranks that exchange nothing reach {gain} the {what} of one: {short} {n}."
-    if len(run.where("all_reduce_s")) > 1:
-        yield _link_sentence(limits.link(run))
-    for direction in ("to device", "to host"):
-        found = {r.case["memory"]: r for r in run.where("host_device_b_s", direction=direction)}
-        if len(found) == 2:
-            rate, gain = (
-                measure.estimate(found["pinned"].samples, "B/s"),
-                limits.ratio(*map(found.get, ("pinned", "pageable"))),
-            )
-            yield f"A copy {direction} moves {rate} from pinned memory, {gain} the rate of pageable memory."
-    for metric, what in (("matmul_relative_error", "a matrix product"), ("all_reduce_error", "an all-reduce")):
-        worst = max((r.value for r in run.where(metric)), default=0.0)
-        if worst > 1e-2:
-            yield f"WRONG RESULTS: {what} is off by {worst:.1e}. No speed above counts until that is mended."
-
-
-def _link_sentence(link: limits.Link) -> str:
-    latency = f"An all-reduce takes {link.model.latency_s * 1e6:.0f} µs at least"
-    if not math.isfinite(link.busbw_b_s):
-        return f"{latency}; its bandwidth this run cannot tell."
-    half = f"half of it at {link.half}" if link.told else "the size that reaches half of it this run cannot tell"
-    return f"{latency} and reaches {link.busbw_b_s / 1e9:.2g} GB/s (busbw); {half}."
-
-
-def _passes_sentence(found: list[limits.Pass]) -> str:
-    rows = (
-        f"{p.name} {p.limit or ' and '.join(p.between)} ({p.seconds}, {p.seconds.value / max(p.limits.values()):.1f} x)"
-        for p in found
-    )
-    return f"What limits a pass (its time, and how many times that of the limit alone): {'; '.join(rows)}."
-
-
 PARTS = {
     "correctness": correctness,
-    "matmul": matmul_alone,
-    "convolution": convolution_alone,
-    "memory": memory_alone,
-    "copies": host_device_copies,
-    "overhead": overhead,
-    "models": model_steps,
-    "ceiling": all_together,
+    "matmul": matmul,
+    "memory": memory,
+    "copies": copies,
+    "operators": operator_times,
+    "models": model_passes,
     "all_reduce": all_reduce,
 }
+cross_entropy = nn.functional.cross_entropy
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one forward and backward pass, and of what bounds it. An operator belongs to the longer of its two."""
+
+    name: str
+    measured: float
+    arithmetic: float
+    memory: float
+    launches: float
+
+    @property
+    def limit(self) -> str:
+        """The part that takes the longest."""
+        return max(("arithmetic", "memory", "launches"), key=lambda part: getattr(self, part))
+
+
+def passes(records: Records) -> list[Pass]:
+    """Each timed pass with its bound: FLOPs over the best FP32 rate or bytes over the best bandwidth, by operator.
+
+    LookupError if matmul, memory, operators or models was not measured.
+    """
+    flop_s = max(rate for r in records.where("matmul_flop_s", dtype="fp32") for rate in r.samples)
+    bytes_s = max(rate for r in records.where("memory_b_s") for rate in r.samples)
+    tiny_passes = records.where("tiny_pass_s")
+    slope = statistics.linear_regression([r.case["operators"] for r in tiny_passes], [r.value for r in tiny_passes])[0]
+    found = []
+    for timed in records.where("model_flop_s"):
+        case = {"model": timed.case["model"], "batch_size": timed.case["batch_size"]}
+        flop = [f / flop_s for r in records.where("operator_flop", **case) for f in r.samples]
+        moved = [b / bytes_s for r in records.where("operator_bytes", **case) for b in r.samples]
+        found.append(
+            Pass(
+                pass_name(**case),
+                records.one("model_flop", **case).value / timed.value,
+                sum(f for f, b in zip(flop, moved, strict=True) if f >= b),
+                sum(b for f, b in zip(flop, moved, strict=True) if f < b),
+                slope * len(flop),
+            )
+        )
+    return found
+
+
+def pass_name(model: str, batch_size: int) -> str:
+    """For example "mlp, 64 rows"."""
+    return f"{model.rpartition(':')[2]}, {batch_size} row{'s' * (batch_size > 1)}"
+
+
+def category(records: Records) -> str:
+    """What the rounds of notebook 00 decide, of the parts that were run, each in a word or two."""
+    words = []
+    if len(records.where("matmul_flop_s", dtype="bf16")):
+        side = max(r.case["side"] for r in records.where("matmul_flop_s", dtype="bf16"))
+        bf16, fp32 = (records.one("matmul_flop_s", dtype=d, side=side).samples for d in ("bf16", "fp32"))
+        ratio = measure.paired_ratio(bf16, fp32)
+        words.append(f"BF16 {'faster' if ratio.low > 1 else 'slower' if ratio.high < 1 else 'inconclusive'}")
+    if len(records.where("busbw_b_s")):
+        rates = {r.case["bytes"]: r.value for r in records.where("busbw_b_s")}
+        share = rates.get(2**15, 0.0) / max(rates.values())
+        words.append(f"32 KiB reach {'less' if share < 0.5 else 'more'} than half of the bandwidth")
+    if len(records.where("tiny_pass_s")) and len(records.where("model_flop_s")):
+        words += [f"{p.name}: {p.limit}" for p in passes(records)]
+    return "; ".join(words)
+
+
+def answer(records: Records) -> Iterator[str]:
+    """How fast this device is in each format, how fast bytes move, and what limits each pass, in sentences."""
+    best: dict[str, Record] = {}
+    for r in records.where("matmul_flop_s"):
+        best[r.case["dtype"]] = max(best.get(r.case["dtype"], r), r, key=lambda r: r.value)
+    if best:
+        rates = (f"{FORMATS[d]} {measure.estimate(r.samples, r.unit)} (n = {r.case['side']})" for d, r in best.items())
+        yield f"Matrix products at their best size: {', '.join(rates)}."
+    for r in records.where("memory_b_s", op="triad"):
+        yield f"The triad moves {measure.estimate(r.samples, r.unit)}."
+    for r in records.where("host_device_b_s", memory="pinned"):
+        yield f"A copy {r.case['direction']} moves {measure.estimate(r.samples, r.unit)} from or to pinned memory."
+    busbw = records.where("busbw_b_s")
+    if len(busbw):
+        first, last = busbw[0], busbw[-1]
+        yield (
+            f"An all-reduce over {last.case['ranks']} ranks reaches {measure.estimate(last.samples, 'B/s')} (busbw) "
+            f"with {last.case['bytes'] / 1024:,.0f} KiB, and {measure.estimate(first.samples, 'B/s')} with "
+            f"{first.case['bytes'] / 1024:,.0f} KiB."
+        )
+    if best and all(len(records.where(metric)) for metric in ("memory_b_s", "tiny_pass_s", "model_flop_s")):
+        limits = (f"{p.name} by {p.limit} ({1e3 * p.measured:.3g} ms)" for p in passes(records))
+        yield f"Passes are limited: {', '.join(limits)}."
+    for metric, what in (("matmul_relative_error", "a matrix product"), ("all_reduce_error", "an all-reduce")):
+        worst = max((r.value for r in records.where(metric)), default=0.0)
+        if worst > 1e-2:
+            yield f"WRONG RESULTS: {what} is off by {worst:.1e}. Fix that first: no speed above counts."
 
 
 if __name__ == "__main__":

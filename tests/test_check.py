@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labs.chapters.nb00 import exercises as nb00
+from labs.exercises import nb00
 from labs.kit import answers
 from labs.kit.check import TODO, Exercise, Mistake, check, examine, predict
 from labs.kit.errors import BadInput

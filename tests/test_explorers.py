@@ -14,7 +14,6 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs.chapters.nb00 import explorer as nb00
 from labs.chapters.nb01 import explorer as nb01
 from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb04 import explorer as nb04
@@ -22,12 +21,13 @@ from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
+from labs.explorers import roofline
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
 
 EXPLORERS = {
-    "roofline": nb00.roofline,
+    "roofline": roofline.roofline,
     "batch": nb01.batch,
     "workers": nb02.workers,
     "memory_formats": nb04.memory,
@@ -106,6 +106,14 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_and_no_more(schedule, stages,
     assert (f"{speed:.2f} times as fast as one device" in sentence) == (speed > 1)
 
 
+@pytest.mark.parametrize(("ridge", "itemsize", "rows"), [(295.3, 2, 345), (20.0, 4, 41)])
+def test_a_layer_is_compute_bound_from_the_batch_whose_intensity_is_the_ridge(ridge, itemsize, rows):
+    """By hand for an H100: 2 B n / (s (n + 2 B)) = ridge with n = 4,096."""
+    first = roofline.first_compute_bound(ridge, 4096, itemsize)
+    assert round(first) == rows and roofline.intensity(first, 4096, itemsize) == pytest.approx(ridge)
+    assert roofline.first_compute_bound(300.0, 256, 2) == math.inf
+
+
 # -- the page
 
 
@@ -141,10 +149,10 @@ def test_a_moved_knob_draws_the_same_picture_anew(monkeypatch):
 
 def test_what_cannot_be_drawn_is_said_in_place_of_the_picture(monkeypatch):
     page = Page(monkeypatch)
-    nb00.roofline()
+    roofline.roofline()
     card, number_format, *_ = page.boxes[0].children
     card.value = "T4"
-    assert page.last == {"text/plain": "T4: no sourced BF16 peak, and none is guessed. Choose another format."}
+    assert page.last == {"text/plain": "no sourced BF16 peak of a T4: choose another format"}
     number_format.value = "FP16"
     assert html_pictures(page.last["text/html"])
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labs import batch_size
-from labs.chapters.nb00 import figures as nb00
 from labs.chapters.nb01 import figures_batch as nb01_batch
 from labs.chapters.nb06 import figures as nb06
 from labs.common.checkpoints import checkpoint_interval
@@ -94,7 +93,7 @@ def ends(request):
 def said(monkeypatch):
     """What a figure's text says."""
     texts: list[str] = []
-    for module in (nb00, nb01_batch, nb06):
+    for module in (nb01_batch, nb06):
         monkeypatch.setattr(module, "say", texts.append)
     return texts
 
@@ -118,19 +117,6 @@ def test_the_figure_of_batch_sizes(ends, said):
     )
     nb01_batch.throughput(run, predict(100, "knee"))
     nb01_batch.communication(run, predict(10, "share", "%"))
-    assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
-
-
-def test_the_figure_of_all_reduces(ends, said):
-    found = between(ends, SIZES)
-    run = Records(
-        [records("hardware_probe", "all_reduce_s", {"bytes": b, "ranks": 2}, s) for b, s in found.items()]
-        + [
-            records("hardware_probe", "busbw_b_s", {"bytes": b, "ranks": 2}, [b / t for t in s], "B/s")
-            for b, s in found.items()
-        ]
-    )
-    nb00.all_reduce(run, predict(100, "half", "KiB"))
     assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
 
 

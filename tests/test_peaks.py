@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labs.common.timing.roofline import (
-    Work,
-    attainable_flop_s,
-    count,
-    matmul_work,
-    ridge_flop_per_byte,
-    training_step_work,
-)
+from labs.common.timing.roofline import Work, count, training_step_work
 from labs.kit import hardware
 from labs.kit.hardware import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
 
@@ -72,15 +65,6 @@ def test_usable_bytes_have_a_source_and_lie_near_what_is_sold():
 def test_names_are_unique():
     names = [n for s in specs() for n in s.names]
     assert len(names) == len(set(names))
-
-
-def test_roofline_bends_at_the_ridge():
-    assert ridge_flop_per_byte(100.0, 20.0) == 5.0
-    assert [attainable_flop_s(i, 100.0, 20.0) for i in (1, 5, 50)] == [20, 100, 100]
-
-
-def test_matmul_intensity_is_n_over_six_in_fp32():
-    assert matmul_work(600, 4).intensity == pytest.approx(100)
 
 
 def test_training_step_of_the_mlp_has_the_closed_form_flops():

@@ -33,7 +33,7 @@ from labs.kit.evidence import keep, kept_of_gpus, launches
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import KINDS, Record, Records, origin
 
-WORDS = ("holds", "does not hold", "depends", "needs N GPUs", "not tried yet")
+WORDS = ("holds", "does not hold", "depends", "not tested", "needs N GPUs", "not tried yet")
 PAPER = ("true", "true with conditions", "outdated", "wrong")
 
 
@@ -416,7 +416,7 @@ class Table:
         return [row for word in SIGNS for row in self.rows if row[1].word == word]
 
     def _open(self) -> list[Row]:
-        """Needs GPUs, then not tried yet."""
+        """Needs GPUs, then what was not tested."""
         rows = [row for row in self.rows if row[1].word not in SIGNS]
         return sorted(rows, key=lambda row: not row[1].word.startswith("needs"))
 
@@ -452,7 +452,7 @@ class Table:
 
     def _folded(self, left: list[Row]) -> str:
         gpus = sum(v.word.startswith("needs") for _, v in left)
-        words = ((gpus, f"need{'s' if gpus == 1 else ''} more GPUs"), (len(left) - gpus, "not tried yet"))
+        words = ((gpus, f"need{'s' if gpus == 1 else ''} more GPUs"), (len(left) - gpus, "not tested"))
         parts = [f"{n} {what}" for n, what in words if n]
         return f"{len(left)} more without a verdict here: {', '.join(parts)}"
 

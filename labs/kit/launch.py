@@ -12,9 +12,12 @@ from __future__ import annotations
 from labs.kit.fork_server import signals_held, start_fork_server  # before torch: this process and the server load it
 
 # isort: split
+import copyreg
 import dataclasses
+import importlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -124,6 +127,11 @@ def _run(job: Job) -> list[Any]:
     finally:
         print(job.printed, end="")
 
+
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith("torch.backends") and type(_module) is not ModuleType:
+        # A module of a class of its own, which pickle can't take by itself: a cell's function may use its switches.
+        copyreg.pickle(type(_module), lambda module: (importlib.import_module, (module.__name__,)))
 
 POLL_S = 0.02
 ONE_AT_A_TIME = threading.Lock()  # two runs of one kernel would share cores and spoil each other's timings

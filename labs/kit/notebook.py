@@ -43,7 +43,16 @@ NAME = "COURSE_NOTEBOOK"
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 FEW = 9
 """Below so many pairs, a 95 % interval is nearly the range of the samples."""
-SUFFIXES = {"s": "_s", "B": "_bytes", "1/s": "_per_s", "1": ""}
+SUFFIXES = {
+    "s": "_s",
+    "B": "_bytes",
+    "1/s": "_per_s",
+    "B/s": "_b_s",
+    "FLOP": "_flop",
+    "FLOP/s": "_flop_s",
+    "1": "",
+    "": "",
+}
 """How the name of a metric in this unit ends; other units are added to it as they are."""
 
 plt.rcParams.update(plot.STYLE | {"figure.constrained_layout.use": True, "figure.dpi": plot.DPI})

@@ -40,19 +40,27 @@ def seconds(function, device, budget):
     return statistics.median(times)
 
 
+def allow_tf32(allowed):
+    """Switch TF32 in matrix products on or off."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    else:  # before torch 2.9
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 def speeds(device, size, budget):
     """Print TFLOP/s of a matrix multiplication in each format, and GB/s of a triad."""
     for name, dtype in FORMATS.items():
         if name == "TF32" and device.type != "cuda":
             continue
-        torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")  # "high": FP32 data, TF32 products
+        allow_tf32(name == "TF32")  # FP32 data, TF32 products
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         try:
             flops = 2 * size**3 / seconds(lambda a=a, b=b: a @ b, device, budget)  # a multiplication and an addition
             print(f"  {name} matmul, {size} x {size}: {flops / 1e12:.3g} TFLOP/s")
         except RuntimeError as e:
             print(f"  {name} matmul: not on this device ({str(e).splitlines()[0]})")
-    torch.set_float32_matmul_precision("highest")
+    allow_tf32(False)
     n = (2**30 if device.type == "cuda" else 2**27) // 4  # 1074 or 134 MB each: more than the caches hold
     a, b, c = (torch.ones(n, device=device) for _ in range(3))
     rate = 3 * 4 * n / seconds(lambda: torch.add(b, c, alpha=2, out=a), device, budget)  # two read, one written
@@ -87,10 +95,8 @@ def main():
         speeds(torch.device("cpu"), args.size or 512, args.seconds)
         return
     print(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, cuDNN {torch.backends.cudnn.version()}")
-    print(
-        f'TF32 in place of FP32: matmul precision {torch.get_float32_matmul_precision()!r} ("high" allows it), '
-        f"convolutions {torch.backends.cudnn.allow_tf32}"
-    )
+    tf32 = f"matrix products {torch.backends.cuda.matmul.allow_tf32}, convolutions {torch.backends.cudnn.allow_tf32}"
+    print(f"TF32 in place of FP32, before this program sets it: {tf32}")
     gpus = range(torch.cuda.device_count())
     for i in gpus:
         p, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)

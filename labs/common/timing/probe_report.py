@@ -139,10 +139,14 @@ def speed_text(records: Records) -> str:
     """The measured speed limits, a line each, best size of each."""
     best: dict[tuple[str, ...], Any] = {}
     for r in records:
-        if r.unit in ("FLOP/s", "B/s", "x") and r.metric != "ceiling_rate":
+        if r.unit in ("FLOP/s", "B/s"):
             key = (
                 r.metric,
-                *(str(v) for k, v in r.case.items() if k not in ("side", "bytes", "batch_size", "ranks")),
+                *(
+                    str(v).rpartition(":")[2]
+                    for k, v in r.case.items()
+                    if k not in ("side", "bytes", "batch_size", "ranks")
+                ),
             )
             best[key] = max(r, best.get(key, r), key=lambda r: r.value)
     lines = [f"      {' '.join(key):<34} {estimate(r.samples, r.unit)}  {r.kind}" for key, r in best.items()]

@@ -1,4 +1,4 @@
-"""The timed steps of the hardware probe: matrix products, memory streams, copies, a model's step."""
+"""Steps to time: matrix products, a convolution, a model's pass; and how to time them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from labs.common.timing.roofline import matmul_work
 from labs.kit import measure
@@ -102,59 +100,6 @@ def convolution_step(device: torch.device, dtype: str = "fp32", images: int = 0)
     x, weight = (torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes)
     flop = 2 * images * 64 * 64 * 9 * 32 * 32
     return lambda: torch.nn.functional.conv2d(x, weight, padding=1), flop
-
-
-def tiny_mlp() -> Workload:
-    """The layers of the MLP, 8 wide: a pass calls the same operators, which have next to nothing to compute."""
-    from labs.common.models import Workload
-
-    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10))
-
-    def make_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)
-
-    return Workload(module, make_batch, nn.functional.cross_entropy)
-
-
-def add_step(device: torch.device) -> Step:
-    """One operator on one number, called from Python: on a GPU the time to launch a kernel, which then hardly works."""
-    x = torch.zeros(1, device=device)
-    return lambda: x.add_(1)
-
-
-def all_reduce_step(size: int, device: torch.device) -> Step:
-    """An all-reduce of `size` bytes of float32, warmed up: the first one makes the connections."""
-    buffer = torch.zeros(size // 4, device=device)
-
-    def step() -> None:
-        dist.all_reduce(buffer)
-
-    measure.time_steps(step, 2, device)
-    return step
-
-
-def memory_steps(array_bytes: int, device: torch.device) -> dict[str, tuple[Step, int]]:
-    """{"copy", "triad"}: (step, bytes it moves), as the STREAM benchmark counts them.
-
-    copy a = b reads one array and writes one; triad a = b + s c reads two and writes one. A CPU may read a
-    line before it overwrites it and so move more: not counted. Source: J. D. McCalpin, STREAM.
-    """
-    a, b, c = (torch.ones(array_bytes // 4, device=device) for _ in range(3))
-    return {
-        "copy": (lambda: a.copy_(b), 2 * array_bytes),
-        "triad": (lambda: torch.add(b, c, alpha=2.0, out=a), 3 * array_bytes),
-    }
-
-
-def copy_steps(array_bytes: int, device: torch.device) -> dict[tuple[str, str], tuple[Step, int]]:
-    """{(direction, memory): (step, bytes)} for host to device and back, from pageable and pinned memory."""
-    on_device = torch.ones(array_bytes // 4, device=device)
-    steps: dict[tuple[str, str], tuple[Step, int]] = {}
-    for memory in ("pageable", "pinned"):
-        host = torch.ones(array_bytes // 4, pin_memory=memory == "pinned")
-        steps["to device", memory] = (lambda host=host: on_device.copy_(host, non_blocking=True), array_bytes)
-        steps["to host", memory] = (lambda host=host: host.copy_(on_device, non_blocking=True), array_bytes)
-    return steps
 
 
 def training_step(workload: Workload, batch_size: int, device: torch.device) -> Step:

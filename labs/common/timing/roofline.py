@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a training step, counted without running it, and the speed that a device allows it."""
+"""FLOPs and bytes of a training pass, operator by operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from labs.kit._compat import TorchDispatchMode, tree_leaves
 
@@ -24,63 +24,75 @@ class Work:
     operators: int = 0
     """Calls of operators that compute something (views do not): each costs the host time, whatever its size."""
 
-    @property
-    def intensity(self) -> float:
-        """Arithmetic intensity in FLOP per byte."""
-        return self.flop / self.bytes
-
 
 def matmul_work(n: int, itemsize: int) -> Work:
     """Product of two n x n matrices: n^2 sums of n products; each matrix read or written once."""
     return Work(2 * n**3, 3 * n**2 * itemsize)
 
 
-def attainable_flop_s(intensity: float, peak_flop_s: float, bandwidth_b_s: float) -> float:
-    """The roofline: min(peak, intensity x bandwidth), with the intensity in FLOP per byte moved to memory.
+@dataclass(frozen=True)
+class Operator:
+    """One call of an operator: its name, FLOPs, and the bytes of its inputs and outputs."""
 
-    Source: Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009.
+    name: str
+    flop: float
+    bytes: float
+
+
+def operators(step: Callable[[], Any]) -> list[Operator]:
+    """Every operator that `step()` calls, in order, as the device and code path that run it see it. Runs `step`.
+
+    FLOPs are those of matrix products, convolutions and attention (torch.utils.flop_counter). Bytes are an operator's
+    inputs and outputs once each: what eager execution moves if no tensor stays in a cache. Views are left out.
     """
-    return min(peak_flop_s, intensity * bandwidth_b_s)
-
-
-def ridge_flop_per_byte(peak_flop_s: float, bandwidth_b_s: float) -> float:
-    """The intensity at which the roof bends: below it memory limits, above it arithmetic."""
-    return peak_flop_s / bandwidth_b_s
+    seen = _Operators()
+    with seen:
+        step()
+    return seen.calls
 
 
 def count(step: Callable[[], Any]) -> Work:
-    """FLOPs, bytes and operators of `step()`, which should work on meta tensors: then nothing is computed.
+    """FLOPs, bytes and operators of `step()`, added up. On meta tensors nothing is computed."""
+    calls = operators(step)
+    return Work(sum(c.flop for c in calls), sum(c.bytes for c in calls), len(calls))
 
-    FLOPs are those of matrix products and convolutions (torch.utils.flop_counter). Bytes are every operator's
-    inputs and outputs once each: what eager execution moves if no tensor stays in a cache between operators.
+
+def training_step_work(workload: Workload, batch_size: int, device: str | torch.device = "meta") -> Work:
+    """`count` of one forward and backward pass of `workload` (no optimizer step).
+
+    On the meta device nothing runs, but attention is not one fused operator there: bytes and operators are too many.
     """
-    traffic = _Traffic()
-    with FlopCounterMode(display=False) as flops, traffic:
-        step()
-    return Work(flops.get_total_flops(), traffic.bytes, traffic.operators)
-
-
-def training_step_work(workload: Workload, batch_size: int) -> Work:
-    """`count` of one forward and backward pass of `workload` (no optimizer step), on the meta device."""
-    x, y = (t.to("meta") for t in workload.make_batch(batch_size))
-    module = workload.module.to("meta")
+    x, y = (t.to(device) for t in workload.make_batch(batch_size))
+    module = workload.module.to(device)
     return count(lambda: workload.loss(module(x), y).backward())
 
 
-class _Traffic(TorchDispatchMode):
-    """Counts operators and adds up the bytes that each reads and writes; views move nothing and do not count."""
+class _Operators(TorchDispatchMode):
+    """Notes each operator that computes something; views move nothing, and empty tensors are not written."""
 
     FREE = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.operators = 0
+        self.calls: list[Operator] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view and not func.name().startswith(self.FREE):
             read = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values()
             written = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            self.operators += 1
-            self.bytes += sum(t.numel() * t.element_size() for t in (*read, *written))
+            moved = sum(t.numel() * t.element_size() for t in (*read, *written))
+            self.calls.append(Operator(func.name().removeprefix("aten::"), _flop(func, args, kwargs or {}, out), moved))
         return out
+
+
+CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _flop(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    if func.name() == CPU_ATTENTION:  # torch's registry has the GPU's kernels alone
+        return sdpa_flop_count(*(t.shape for t in args[:3]))
+    if func.name() == f"{CPU_ATTENTION}_backward":
+        return sdpa_backward_flop_count(*(t.shape for t in args[:4]))
+    formula = flop_registry.get(func.overloadpacket)
+    return formula(*args, **kwargs, out_val=out) if formula else 0

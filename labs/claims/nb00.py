@@ -10,9 +10,10 @@ from labs.kit.record import Records
 
 
 @verdict("A22")
-def _(evidence: Records) -> Verdict:
-    found = evidence.where("all_reduce_error")
-    errors = [r.value for r in found if r.layout["world_size"] > 1 and r.layout["backend"] == "nccl"]
+def a22_nccl_and_cuda_must_be_installed(records: Records) -> Verdict:
+    """Whether GPUs all-reduce with what PyTorch's own packages bring."""
+    found = records.where("all_reduce_error")
+    errors = [r.value for r in found if r.layout["world_size"] > 1 and r.layout["backend"].endswith("nccl")]
     if not errors:
         return Verdict("needs N GPUs", "No all-reduce between GPUs ran here; one between CPU cores needs neither.", "")
     torch_here, needs = hardware.build()["torch"], importlib.metadata.requires("torch") or ()
@@ -23,7 +24,8 @@ def _(evidence: Records) -> Verdict:
 
 
 @verdict("D29")
-def _(evidence: Records) -> Verdict:
+def d29_nccl_must_be_installed(records: Records) -> Verdict:
+    """Whether this torch has an NCCL inside."""
     here = hardware.build()
     if here["nccl"]:
         return Verdict("does not hold", f"This torch uses NCCL {here['nccl']} from its own packages.", "")

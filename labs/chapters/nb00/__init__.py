@@ -1,1 +1,0 @@
-"""Notebook 00: figures, claims, exercises, solutions."""
