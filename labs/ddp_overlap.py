@@ -96,10 +96,12 @@ def timed_all_reduce(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.
     line, tensor = of["step"], bucket.buffer()
     line.ready.append(now(tensor.device))
     line.sizes.append(nbytes(tensor))
+    line.done.append(None)
+    number = len(line.done) - 1  # a later bucket may be done first
     work = dist.all_reduce(tensor.div_(dist.get_world_size()), async_op=True)  # starts; backward goes on
 
     def done(future: torch.futures.Future) -> Tensor:
-        line.done.append(now(tensor.device))  # on a GPU: in a stream that waits for the all-reduce
+        line.done[number] = now(tensor.device)  # on a GPU: in a stream that waits for the all-reduce
         return future.value()[0]
 
     return work.get_future().then(done)
@@ -110,9 +112,11 @@ def timed_and_delayed(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch
     line, tensor = of["step"], bucket.buffer()
     line.ready.append(now(tensor.device))
     line.sizes.append(nbytes(tensor))
+    line.done.append(None)
+    number = len(line.done) - 1
 
     def done(future: torch.futures.Future) -> Tensor:
-        line.done.append(now(tensor.device))
+        line.done[number] = now(tensor.device)
         return future.value()
 
     return delay.holding()(None, bucket).then(done)

@@ -56,7 +56,7 @@ class Config:
     matmul_sizes: tuple[int, ...] = ()
     """Sides of the square matrices. Default: 128 to 512 on a CPU core, 1024 to 8192 on a GPU."""
     array_mib: Annotated[int, Ge(0)] = 0
-    """Size of each array of the memory test. Default: 64 on a CPU core, 512 on a GPU."""
+    """Size of each array of the memory test. Default: 256 on a CPU core, 512 on a GPU."""
     message_kib: tuple[float, ...] = (1, 8, 32, 256, 1024, 4096, 16384)
     """Sizes of the all-reduced buffers."""
     depths: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -91,7 +91,7 @@ class Config:
 
     def array_bytes(self, device: str) -> int:
         """Bytes of one array of the memory test: beyond the caches of most processors."""
-        usual = 64 if device == "cpu" else 512
+        usual = 256 if device == "cpu" else 512
         return (self.array_mib or (usual // 4 if self.smoke else usual)) * 2**20
 
     def messages(self) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
     found: dict[int, list[float]] = {size: [] for size in buffers}
     for turn in range(config.samples + 1):  # all sizes in every round: a slow spell of the machine hits all of them
         for size, buffer in buffers.items():
-            calls = max(1, min(20, 2**20 // size))
+            calls = max(4, min(20, 2**20 // size))
             rank.barrier()
             seconds = probing.block_s(lambda buffer=buffer: dist.all_reduce(buffer), calls, rank.device) / calls
             found[size] += [seconds] if turn else []  # the first round makes the connections

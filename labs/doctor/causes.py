@@ -126,7 +126,7 @@ CAUSES = (
         "no search for unused parameters",
         "DDP searches for unused parameters after every forward",
         "DistributedDataParallel(..., find_unused_parameters=False)",
-        "03, section 5",
+        "03, section 1",
         calls=("DistributedDataParallel", "DDP"),
     ),
     Cause(
@@ -142,7 +142,7 @@ CAUSES = (
         "pinned memory",
         "batches are copied to the device from pageable memory",
         PIN,
-        "00, section 4",
+        "00, section 3",
         lines="copy",
         calls=("DataLoader",),
     ),
@@ -236,6 +236,6 @@ SECTIONS = {
     "straggler": "09, section 2",
     "recompiles": "09, section 4",
     "own_code": "09, section 1",
-    "copies": "00, section 4",
-    "data_parallel": "03, section 1",
+    "copies": "00, section 3",
+    "data_parallel": "03, section 2",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from matplotlib.figure import Figure
 
 from labs.kit import hardware, plot
@@ -35,7 +37,7 @@ def draw(card: str, number_format: str, width: int, rows: int) -> tuple[Figure, 
     ridge, here = 1e3 * tflops / spec.bandwidth_gb_s, intensity(rows, width, itemsize)
     reached = min(tflops, here * spec.bandwidth_gb_s / 1e3)
     limit = "arithmetic" if here >= ridge else "memory"
-    message = f"{rows:,} row{'s' * (rows > 1)}: {limit} limits the layer to {100 * reached / tflops:.2g} % of the peak"
+    message = f"{rows:,} row{'s' * (rows > 1)}: {limit} limits the layer to {100 * reached / tflops:.0f} % of the peak"
     source = {"source": f"the peak and bandwidth published in {spec.source}"}
     origin = Record("roofline", "flop_s", "FLOP/s", (1e12 * tflops,), "modelled", provenance=source)
     fig, ax = plot.figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=[origin])
@@ -49,7 +51,7 @@ def draw(card: str, number_format: str, width: int, rows: int) -> tuple[Figure, 
     ax.axvline(ridge, color=plot.GREY, linestyle=":")
     ax.set(xlim=INTENSITIES, ylim=(0.05, 8000))
     first = first_compute_bound(ridge, width, itemsize)
-    when = "No batch makes it compute-bound." if first == float("inf") else f"Compute-bound from {first:,.0f} rows on."
+    when = f"Compute-bound from {math.ceil(first):,} rows on." if math.isfinite(first) else "It is never compute-bound."
     sentence = f"{card}, {number_format}: the ridge is at {ridge:.0f} FLOP per byte; the layer has {here:.0f}. {when}"
     return fig, f"Roofline of {card} in {number_format}. {message}.", sentence
 
