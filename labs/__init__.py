@@ -1,6 +1,7 @@
 """Labs on fast PyTorch training: one module per experiment. `python -m labs` lists them.
 
-chapters/ holds what each notebook shows, common/ what two or more experiments use, kit/ the platform that starts and
+exercises/, claims/ and explorers/ hold what each notebook uses, chapters/ what older ones still show,
+common/ what two or more experiments use, kit/ the platform that starts and
 measures them, classroom/ what an instructor runs, data/ what is trained on. Imports point one way: notebooks,
 chapters, experiments, parts, kit.
 """

@@ -1,6 +1,7 @@
-"""Draws the README's figure from a recorded run.
+"""Draws the README's figure from recorded runs.
 
-python -m labs.data_parallel --model cnn --out records/NAME/data_parallel.jsonl
+python -m labs.data_parallel --model mlp --rounds 24 --out mlp.jsonl       # and --model cnn --out cnn.jsonl
+cat mlp.jsonl cnn.jsonl > records/NAME/data_parallel.jsonl
 python -m labs.figures records/NAME/data_parallel.jsonl notebooks/scaling.png
 """
 
@@ -10,21 +11,33 @@ import sys
 from pathlib import Path
 
 from labs import data_parallel
+from labs.common.sources import published
+from labs.kit import plot
 from labs.kit.claims import model_of
-from labs.kit.plot import bars, figure, to_png
+from labs.kit.evidence import launches
 from labs.kit.record import Records, load
 
 
-def speedup_png(run: Records) -> bytes:
-    """The speedup of DDP beside copies that never communicate and the ideal, as PNG bytes."""
-    n, ddp, copies = run[0].layout["world_size"], data_parallel.speedup(run), data_parallel.speedup(run, "copies")
-    message = f"DDP on {n} ranks trains a {model_of(run).upper()} {ddp.value:.1f}x as fast as one rank"
-    fig, ax = figure(message, xlabel="speedup over one rank (x)", ylabel="way to train", records=run)
-    bars(ax, ["copies", "DDP"], [copies, ddp], kind=run[0].kind)
-    ax.axvline(n, linestyle=":", color="black")
-    ax.annotate(f"ideal: {n}", (n, 0.5), ha="right", fontsize=10)
-    ax.set_xlim(left=0)
-    return to_png(fig)
+def speedup_png(records: Records) -> bytes:
+    """The speedup of DDP for each model, what copies reach, and a published speedup of two GPUs; as PNG bytes."""
+    v100 = Records(r for r in published.table("pytorch_ddp") if r.case["model"] == "ResNet-50")
+    one, two = v100.one("step", gpus=1, ddp=False), v100.one("step", gpus=2, ddp=True)
+    runs = {model_of(run).upper(): run for run in launches(records)}
+    names = [*(f"{model}, 2 CPU cores" for model in runs), "ResNet-50, 2 x V100"]
+    found = [*(data_parallel.speedup(run).value for run in runs.values()), 2 * one.value / two.value]
+    message = f"Two devices train between {min(found):.1f}x and {max(found):.1f}x as fast as one"
+    fig, ax = plot.figure(message, xlabel="speedup over one device", ylabel="model", size=(7.0, 3.0))
+    plot.caption(fig, [*records, one, two])
+    colors = [plot.BLUE] * len(runs) + [plot.GREEN]
+    bars = ax.barh(names, found, height=0.55, color=colors, gid="kind:recorded")
+    ax.bar_label(bars, fmt="%.1fx", label_type="center", color="white", fontweight="bold")
+    for row, run in enumerate(runs.values()):
+        copies = data_parallel.speedup(run, "copies").value
+        ax.vlines(copies, row - 0.4, row + 0.4, color="black", linewidth=3, gid="kind:recorded")
+        ax.text(copies + 0.03, row, "copies that never\ncommunicate", va="center", fontsize=9)
+    ax.plot([], [], gid="kind:published")
+    ax.set(xlim=(0, 2.6), ylim=(len(names) - 0.5, -0.5))
+    return plot.to_png(fig)
 
 
 def main() -> None:

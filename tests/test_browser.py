@@ -208,7 +208,7 @@ def test_a_learner_runs_a_fresh_copy(page, server, checkout):
     mine = checkout / "my" / FIRST
     page.goto(f"{url}?token={token}")
     first = page.locator(".jp-Notebook")
-    expect(first.locator("h1")).to_contain_text("Check your machine")
+    expect(first.locator("h1")).to_contain_text("Is this machine ready")
     expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
     assert page.locator(".jp-OutputArea-output").count() == 0 and first.locator(".jp-CodeCell").count() > 3
     assert not any(re.search(r"\d", prompt) for prompt in prompts(page))

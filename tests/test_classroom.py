@@ -125,7 +125,7 @@ def test_page_is_one_file_that_needs_no_network(folder, tmp_path, monkeypatch, c
     sources = re.findall(r"""(?:src|href)=["']([^"']*)""", page)
     assert sources and all(s.startswith(("data:image/png", "#")) for s in sources) and "://" not in page
     alts = [html.unescape(a) for a in re.findall(r'alt="([^"]*)"', page)]
-    assert any(a.startswith("Speed-up of DDP for the CNN: predicted 1.62 x, measured 1.6") for a in alts), alts
+    assert any(a.startswith("Speedup of DDP on two ranks, MLP: predicted 1.62 x, measured 1.6") for a in alts), alts
     assert "Files that could not be read" not in page and capsys.readouterr().err == ""
     assert "03_dataparallel_vs_ddp" in page and "12 of 12 predicted, 12 measured" in page.replace("\n", " ")
 

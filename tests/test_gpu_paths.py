@@ -41,7 +41,7 @@ def calls(name: str):
 def test_nobody_turns_cudnn_off_by_the_way():
     """torch.backends.cudnn.flags() has enabled=False by default."""
     found = list(calls("cudnn.flags"))
-    assert len(found) >= 2
+    assert found
     assert [path for path, call in found if "enabled" not in {k.arg for k in call.keywords}] == []
 
 

@@ -281,6 +281,10 @@ COMPARED = {
         )
         for name in ("rtx_4090_ddp", "powersgd")
     },
+    "huggingface_ddp": lambda: (
+        {r.case["way"].replace(" ", "_"): r.value for r in published.table("huggingface_ddp")},
+        {way: number(seconds) for way, seconds in second("huggingface_ddp")[1]},
+    ),
     "mlperf_gpt3": lambda: (
         {_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
         {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]},

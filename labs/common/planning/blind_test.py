@@ -65,6 +65,7 @@ NOT_JUDGED = {
     "pytorch_bert": "neither the model's size, nor its batch, nor the network is stated",
     "rtx_4090_ddp": "neither the batch nor what is trained of the 1.7 billion parameters is stated",
     "rtx_4090_p2p": "one configuration: nothing to predict",
+    "huggingface_ddp": "two GPUs alone: no time of one GPU to predict from",
     "powersgd": "compressed gradients: the model has no term for compressing",
     "horovod": "shares of one GPU's rate, which is not stated",
 }
