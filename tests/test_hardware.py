@@ -162,7 +162,7 @@ def test_ranks_that_run_on_cores_beside_too_few_gpus_are_told_of(monkeypatch):
     gpus(monkeypatch, 1)
     two = [hardware.Device("cpu", i, "", (i,)) for i in range(2)]
     assert hardware.why_cores(two) == (
-        "2 ranks on CPU cores, for torch sees 1 GPU and each rank needs its own: nproc=1 uses it, "
+        "2 ranks run on CPU cores because torch sees 1 GPU and each rank needs its own: nproc=1 uses it, "
         'device="cuda-shared" lets all ranks share GPU 0'
     )
     assert hardware.why_cores(two, "cpu") == "" == hardware.why_cores([hardware.Device("cuda", 0, "")])

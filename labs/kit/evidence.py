@@ -1,6 +1,6 @@
 """What claims are judged by: kept when a notebook has judged them, read again by notebook 11 and by labs.claims.
 
-    my/evidence/03.jsonl                                      of this machine: kept whenever notebook 03 has run here
+    my/.evidence/03.jsonl                                      of this machine: kept whenever notebook 03 has run here
     records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
     records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU: for what only a GPU decides
 
@@ -25,12 +25,12 @@ from labs.kit.record import Record, Records, as_json, load
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "records" / "amd-epyc-2-cores-2026-11" / "claims"
 FOLDER = "COURSE_EVIDENCE"
-"""A variable of the environment: where notebooks keep their evidence in place of my/evidence."""
+"""A variable of the environment: where notebooks keep their evidence in place of my/.evidence."""
 
 
 def own_folder() -> Path:
     """Where this machine's evidence is kept."""
-    return Path(os.environ.get(FOLDER) or ROOT / "my" / "evidence")
+    return Path(os.environ.get(FOLDER) or ROOT / "my" / ".evidence")
 
 
 def keep(notebook: str, evidence: Records) -> None:
