@@ -109,7 +109,7 @@ def why_cores(placement: Sequence[Device], kind: str = "auto", gpu_names: Sequen
         return ""
     ranks = len(placement)
     return (
-        f"{_count(ranks, 'rank')} run on CPU cores because torch sees {_count(gpus, 'GPU')} and each rank needs its own: "
+        f"{ranks} ranks run on CPU cores because torch sees {_count(gpus, 'GPU')} and each rank needs its own: "
         f'nproc={gpus} uses {"it" if gpus == 1 else "them"}, device="cuda-shared" lets all ranks share GPU 0'
     )
 
