@@ -35,7 +35,7 @@ from labs.kit.claims import (
 )
 from labs.kit.errors import did_you_mean, require
 from labs.kit.evidence import Call, call_of
-from labs.kit.lab import experiments
+from labs.kit.lab import CELL, experiments
 from labs.kit.launch import launch
 from labs.kit.record import Records
 
@@ -211,6 +211,9 @@ def again(claim_id: str, **options: str) -> Sheet:
     if a launch fails.
     """
     before = sheet(claim_id)
+    own = sorted({str(v) for c in before.calls for v in c.parameters.values() if str(v).startswith(f"{CELL}:")})
+    where = f"notebook {before.claim.notebook}"
+    require(not own, f"{claim_id} was decided with functions of {where} ({', '.join(own)}): run that notebook again")
     runs = [launch(c.lab, c.nproc, oversubscribe=c.oversubscribe, **options, **c.parameters) for c in before.calls]
     others = [run for run in deciding(before.claim, recorded_case(before.claim)[1]) if not is_lab(run)]
     new = Records(chain.from_iterable([*runs, *others]))

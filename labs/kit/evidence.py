@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.kit.errors import require
-from labs.kit.lab import CELL, lab_module
+from labs.kit.lab import lab_module
 from labs.kit.record import Record, Records, as_json, load
 
 ROOT = Path(__file__).parents[2]
@@ -92,8 +91,6 @@ def call_of(run: Records) -> Call:
     first = run[0]
     nproc = int(first.layout.get("world_size") or 1)
     usual = as_json(lab_module(first.lab).Config())
-    own = [value for value in first.config.values() if str(value).startswith(f"{CELL}:")]
-    require(not own, f"{first.lab} was launched with {', '.join(own)}, a function of the notebook: run the notebook")
     unusual = {name: value for name, value in first.config.items() if name in usual and value != usual[name]}
     return Call(
         first.lab, nproc, nproc > first.provenance.get("cores", nproc), {k: _tuples(v) for k, v in unusual.items()}
