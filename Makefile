@@ -17,12 +17,14 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help lab course slides book test test-all drills notebooks constraints clean moved
+.PHONY: help lab course gpu slides book test test-all drills notebooks constraints clean moved
 
 help:
 	@echo "make lab     JupyterLab on your own copies of the notebooks, in my/ (START=03 opens that one,"
 	@echo "             LAB_ARGS='--no-browser --port 9000' are JupyterLab's options)"
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
+	@echo "make gpu     on a machine with a GPU: check it and record what notebooks show, with the Python and torch that are"
+	@echo "             there (ARGS='--list' prints the tasks; PYTHON=python3.12 picks the Python)"
 	@echo "make test    lint, the quick tests, and every notebook with smoke runs in place of its experiments: some 10 minutes"
 	@echo "make test-all  lint, then every test and every notebook at full length: an hour and more"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
@@ -39,6 +41,10 @@ lab: $(READY)
 course: $(READY)
 	@echo "== Run every notebook into build/"
 	@exec $(PY) -m labs.kit.course $(ARGS)
+
+# No .venv: the torch that is there knows the GPU.
+gpu:
+	@exec $(or $(PYTHON),python3) -m labs.gpu $(ARGS)
 
 slides: $(READY)
 	@echo "== Write the slides into build/slides"

@@ -21,7 +21,7 @@ PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md", "docs/COMMANDS.md", "d
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*python -m \S.*")
 # Commands that are not run here: they need a network, a GPU or another machine, or have tests of their own.
 ELSEWHERE = (
-    r"python -m labs.(start|gpu_acceptance|kit.copies)\b",
+    r"python -m labs.(start|gpu|kit.copies)\b",
     r"python -m labs.kit.course$",
     r"python -m labs.(doctor|watch) train.py",
     r"python -m labs.postmortem FOLDER",

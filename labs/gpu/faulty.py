@@ -1,6 +1,6 @@
 """What does a launch do when a GPU or a rank goes wrong?
 
-    python -m labs.gpu_acceptance.faulty --nproc 1 --fault oom
+    python -m labs.gpu.faulty --nproc 1 --fault oom
 
 About 5 s on 2 CPU cores. A rank runs out of memory, trips an assert on the device, is killed, or never answers. On a
 CPU the first two are raised as torch words them on a GPU.

@@ -1,0 +1,5 @@
+"""python -m labs.gpu"""
+
+from labs.gpu import main
+
+main()

@@ -1,0 +1,218 @@
+"""Does this GPU keep what the course promises? One check, in a process of its own; `make gpu` runs them all.
+
+    python -m labs.gpu.checks launcher            # launcher, memory, formats, nvml or faults
+    python -m labs.gpu.checks faults --rehearse   # the same code on CPU cores, without what only a GPU can decide
+
+Prints one line that begins with "pass" or "fail". Exit code: 0 or 1; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from typing import Any
+
+import psutil
+import torch
+
+from labs.kit import cli, nvml, supervise, timeouts
+from labs.kit.errors import did_you_mean
+from labs.kit.failure import RankFailed
+from labs.kit.launch import launch
+from labs.kit.record import Records
+
+PROG = "python -m labs.gpu.checks"
+ORACLE_ERROR = 0.10
+LEAST_SPEEDUP = 1.2
+"""Of a 16-bit format over FP32 in the largest product that all formats ran."""
+MONITOR_COST = 0.02  # of one core
+MOST_QUERIES = {"brief": 25, "full": 100}  # of NVML, per GPU
+LEFT_BYTES = 300e6  # other processes come and go
+RAISED = {
+    "oom": r"out of memory",
+    "assert": r"device-side assert",
+    "sigkill": r"killed by SIGKILL|died without a word",
+    "timeout": r"the run was stopped",
+}
+
+
+class CheckFailed(Exception):
+    """What the check found."""
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """Raise CheckFailed(otherwise) unless `holds`."""
+    if not holds:
+        raise CheckFailed(otherwise)
+
+
+def run_lab(name: str, rehearse: bool, **parameters: Any) -> Records:
+    """One rank of a lab on the GPU, or as a smoke run on a CPU core."""
+    if rehearse:
+        return launch(name, 1, device="cpu", **{"smoke": True} | parameters)
+    return launch(name, 1, device="cuda", **parameters)
+
+
+def launcher(rehearse: bool) -> str:
+    """CUDA stays out of the process that launches, and a rank computes rightly."""
+    run = run_lab("hardware_probe", rehearse, parts=("correctness",))
+    alone = supervise.run([sys.executable, "-c", f"import torch\n{MAPPED}\nprint(mapped())"], timeouts.IMPORT_S)
+    holders = {p.pid for gpu in nvml.gpus() for p in gpu.processes or ()}
+    expect(not torch.cuda.is_initialized(), "the launching process has initialised CUDA")
+    by_torch = alone.stdout.strip() == "True"
+    expect(by_torch or not libcuda_mapped(), "the launching process has mapped libcuda.so, and torch alone does not")
+    expect(os.getpid() not in holders, "NVML lists the launching process on a GPU")
+    return sums(run) + "no CUDA in the launching process"
+
+
+MAPPED = 'def mapped():\n    return "libcuda.so" in open("/proc/self/maps").read()'
+
+
+def libcuda_mapped() -> bool:
+    """Whether this process has CUDA's driver in its memory; False where the system does not show it."""
+    try:
+        with open("/proc/self/maps") as maps:
+            return "libcuda.so" in maps.read()
+    except OSError:
+        return False
+
+
+def sums(run: Records) -> str:
+    """CheckFailed if a rank multiplied or summed wrongly."""
+    product, total = (run.where(metric) for metric in ("matmul_relative_error", "all_reduce_error"))
+    worst = max(r.value for r in product)
+    expect(worst <= 1e-2, f"a matrix product has a relative error of {worst:.0e}")
+    expect(max(r.value for r in total) == 0, "an all-reduce has a wrong sum")
+    return "right results, "
+
+
+def memory(rehearse: bool) -> str:
+    """The memory oracle against what the allocator was asked for."""
+    run, worst = run_lab("memory_oracle", rehearse, smoke=True), 0.0
+    measured = run.where("measured_bytes")
+    expect(len(measured) > 0, "no step was run beside its trace")
+    for r in measured:
+        error = sum(p.value for p in run.where("peak_bytes", **r.case)) / r.value - 1
+        expect(abs(error) <= ORACLE_ERROR, f"{r.case['model']}: the oracle is off by {error:+.1%}")
+        worst = max(worst, error, key=abs)
+    return f"the oracle is off by {worst:+.1%} at most, over {len(measured)} steps"
+
+
+def formats(rehearse: bool) -> str:
+    """Every format of this card runs, and 16 bits pay in the largest product."""
+    run = run_lab("mixed_precision", rehearse, models=("mlp",))
+    for r in run.where("not_possible"):
+        expect(rehearse, f"{r.case['precision']} is not possible: {r.case['why']}")
+    sides: dict[str, dict[int, float]] = {}
+    for r in run.where("step_s", part="matmul"):
+        if not r.case["casts"]:
+            sides.setdefault(r.case["precision"], {})[r.case["side"]] = r.value
+    common = set.intersection(*(set(by_side) for by_side in sides.values()))
+    expect(bool(common), "no product was timed in every format")
+    side = max(common)
+    gains = {name: sides["fp32"][side] / by_side[side] for name, by_side in sides.items() if name != "fp32"}
+    best = max((gain for name, gain in gains.items() if name in ("bf16", "fp16")), default=0.0)
+    expect(rehearse or best >= LEAST_SPEEDUP, f"at side {side} no 16-bit format is {LEAST_SPEEDUP}x as fast as FP32")
+    return f"at side {side}, over FP32: " + ", ".join(f"{name} {gain:.2g}x" for name, gain in gains.items())
+
+
+class Counting:
+    """NVML's library, with a count of its queries."""
+
+    def __init__(self, library: Any) -> None:
+        self.library, self.queries = library, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.queries += bool(re.match(r"nvml[A-Z]", name))
+        return getattr(self.library, name)
+
+
+def nvml_cost(rehearse: bool) -> str:
+    """Queries of a report, and the share of a core that the monitor takes."""
+    if rehearse:
+        run = launch("hardware_probe", 1, device="cpu", parts=("matmul",), smoke=True)
+    else:
+        run = launch("utilisation", 1, device="cuda", smoke=True)
+    said = []
+    for kind, most in MOST_QUERIES.items() if not rehearse else ():
+        counting = Counting(nvml.library())
+        gpus = max(1, len(nvml.report(counting, brief=kind == "brief").gpus))
+        limit = most * gpus + 4 * gpus**2
+        expect(counting.queries <= limit, f"a {kind} report asks NVML {counting.queries} times, more than {limit}")
+        said.append(f"a {kind} report asks {counting.queries} times")
+    cost = run.monitor.cost_fraction
+    expect(cost <= MONITOR_COST, f"the monitor takes {cost:.1%} of a core, more than {MONITOR_COST:.0%}")
+    return ", ".join([*said, f"the monitor takes {cost:.2%} of a core"])
+
+
+def faults(rehearse: bool) -> str:
+    """Each fault is named, leaves no process and no memory, and the next launch works."""
+    device, slowest = "cpu" if rehearse else "cuda", 0.0
+    for fault, pattern in RAISED.items():
+        before, start = held_bytes(), time.monotonic()
+        text = ""
+        try:
+            launch("labs.gpu.faulty", 1, device=device, timeout_s=8.0 if fault == "timeout" else 60.0, fault=fault)
+        except RankFailed as error:
+            text = str(error)
+        slowest = max(slowest, time.monotonic() - start)
+        expect(bool(text), f"{fault}: the launch ended as if nothing had happened")
+        expect(bool(re.search(pattern, text)), f"{fault}: reported as {text[-100:]!r}")
+        expect(until(lambda: ranks_left() == 0), f"{fault}: {ranks_left()} processes were left behind")
+        more = f"{fault}: the GPU holds {(held_bytes() - before) / 1e9:.1f} GB more than before"
+        expect(until(lambda before=before: held_bytes() - before <= LEFT_BYTES), more)
+    again = launch("labs.gpu.faulty", 1, device=device, fault="none")
+    expect(again.one("sum").value == 256**3, "after the faults a launch computes a wrong sum")
+    return f"{', '.join(RAISED)}: each named within {slowest:.0f} s, nothing left"
+
+
+def held_bytes() -> int:
+    """Bytes that all GPUs of this machine hold; 0 where NVML doesn't answer."""
+    return sum(g.memory_used_bytes or 0 for g in nvml.gpus())
+
+
+def until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
+    """Whether `holds` becomes true within `limit_s` seconds: the driver takes memory back a little later."""
+    end = time.monotonic() + limit_s
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def ranks_left() -> int:
+    """Ranks and workers that still run: what this process's fork server has forked."""
+    try:
+        below = psutil.Process(forkserver._forkserver._forkserver_pid).children(recursive=True)
+        return sum(p.status() != psutil.STATUS_ZOMBIE for p in below)
+    except (psutil.Error, ValueError, TypeError):  # it has ended, or was never there
+        return 0
+
+
+CHECKS: dict[str, Callable[[bool], str]] = {
+    "launcher": launcher,
+    "memory": memory,
+    "formats": formats,
+    "nvml": nvml_cost,
+    "faults": faults,
+}
+
+
+def main() -> None:
+    """Run the check that the command line names."""
+    names = [word for word in sys.argv[1:] if word != "--rehearse"]
+    if len(names) != 1 or names[0] not in CHECKS:
+        wrong = names[0] if names else ""
+        cli.fail(PROG, f"name one check: {did_you_mean(wrong, CHECKS)}there are {', '.join(CHECKS)}")
+    try:
+        print(f"pass: {CHECKS[names[0]]('--rehearse' in sys.argv)}")
+    except (CheckFailed, RankFailed) as error:
+        print(f"fail: {str(error).strip().splitlines()[-1]}")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What does CUDA's out-of-memory error say, and what does a snapshot of the allocator show?
+
+    python -m labs.gpu.out_of_memory --nproc 1 --folder build/oom
+
+About 10 s on an H200. Allows this process one GB, and trains a model with a batch that doubles until an allocation
+fails. Keeps the error's message and, on CUDA, the allocator's history as https://docs.pytorch.org/memory_viz reads it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from labs.kit import _compat, cli
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+
+LIMIT_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Config:
+    """Where message and snapshot go."""
+
+    folder: Path = Path("build/oom")
+    """Folder of message.txt and snapshot.pickle.gz."""
+    smoke: bool = False
+    """It is short already."""
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """The batch that failed, and the bytes that were allocated then."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    on_gpu = rank.device.type == "cuda"
+    if on_gpu:
+        total = torch.cuda.get_device_properties(rank.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / total, rank.device)
+        _compat.record_memory_history(max_entries=20_000)
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.ReLU()))).to(rank.device)
+    rows, message, held = 256, "", 0
+    while not message:
+        try:
+            train(model, rows, rank.device)
+        except torch.OutOfMemoryError as error:
+            message, held = str(error), torch.cuda.memory_allocated(rank.device) if on_gpu else 0
+        else:
+            rows *= 2
+    (config.folder / "message.txt").write_text(message + "\n", encoding="utf-8")
+    if on_gpu:
+        snapshot = gzip.compress(pickle.dumps(_compat.memory_snapshot()), mtime=0)
+        (config.folder / "snapshot.pickle.gz").write_bytes(snapshot)
+        _compat.record_memory_history(enabled=None)
+        torch.cuda.set_per_process_memory_fraction(1.0, rank.device)
+    yield rank.record("failed_batch", "1", rows, message=message.splitlines()[0][:200])
+    yield rank.record("allocated_bytes", "B", held)
+
+
+def train(model: nn.Module, rows: int, device: torch.device) -> None:
+    """Forward and backward. A CPU has no such limit: the error is raised for it from some size on."""
+    if device.type == "cpu" and rows > 1024:
+        raise torch.OutOfMemoryError("CUDA out of memory (said on a CPU: nothing was asked for)")
+    model(torch.randn(rows, 1024, device=device)).square().mean().backward()
+
+
+def answer(records: Records) -> Iterator[str]:
+    """The first line of the message."""
+    r = records.one("failed_batch")
+    yield f"A batch of {r.value:,.0f} rows failed: {r.case['message']}"
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,124 @@
+"""The tasks of `make gpu`, in order: checks of what the course promises, then launches, most valuable first.
+
+To show a new launch of a notebook on GPUs, add it here with the seconds it takes and a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tasks run: how many GPUs, or CPU cores in a rehearsal."""
+
+    gpus: int
+    rehearsal: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, how long it takes on an H200, when it is stopped, and the command that writes into a folder."""
+
+    question: str
+    seconds: float
+    limit_s: float
+    command: Callable[[Place, Path], list[Any]]
+    gpus: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    fine: tuple[int, ...] = (0,)
+    """Exit codes of a run that did what it should."""
+
+
+def lab(
+    name: str, *options: Any, nproc: int | None = 1, saved: str = "", folder: bool = False
+) -> Callable[[Place, Path], list[Any]]:
+    """`python -m labs.NAME` with these options, its records in NAME.jsonl (or `saved`). nproc None: all GPUs.
+
+    With `folder`, the lab writes other files into --folder.
+    """
+
+    def command(place: Place, part: Path) -> list[Any]:
+        ranks = place.gpus if nproc is None else nproc
+        short = ["--smoke", "--device", "cpu", "--oversubscribe"] if place.rehearsal else []
+        file = part / f"{saved or name.rpartition('.')[2]}.jsonl"
+        more = ["--folder", part / "files"] if folder else []
+        return [f"labs.{name}", *options, "--nproc", ranks, "--out", file, *more, *short]
+
+    return command
+
+
+def check(name: str) -> Callable[[Place, Path], list[Any]]:
+    """`python -m labs.gpu.checks NAME`."""
+    return lambda place, part: ["labs.gpu.checks", name, *(["--rehearse"] if place.rehearsal else [])]
+
+
+def doctor(script: str, *options: Any) -> Callable[[Place, Path], list[Any]]:
+    """The doctor's report on a script, as report.json."""
+
+    def command(place: Place, part: Path) -> list[Any]:
+        short = ["--steps", 5, "--seconds", 0] if place.rehearsal else ["--seconds", 20]
+        return ["labs.doctor", *short, "--out", part, script, *options]
+
+    return command
+
+
+NCCL = {
+    "NCCL_DEBUG": "INFO",
+    "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING",
+    "NCCL_DEBUG_FILE": "{part}/nccl.%p.txt",
+}
+
+NOT_READY = (0, 1)
+"""hardware_probe ends with 1 where the machine lacks something, such as JupyterLab, and measures all the same."""
+
+TASKS: dict[str, Task] = {
+    "launcher": Task("Does CUDA stay out of the launching process?", 12, 40, check("launcher")),
+    "memory": Task("Does the oracle predict the allocator's peak?", 25, 60, check("memory")),
+    "formats": Task("Do all of AMP's formats run, and pay?", 20, 60, check("formats")),
+    "nvml": Task("What does asking the driver cost?", 10, 30, check("nvml")),
+    "faults": Task("Are faults named and cleared away?", 45, 90, check("faults")),
+    "large_models": Task("What do formats, a fused optimizer and recomputing give large models?", 45, 120,
+                         lab("gpu.large_models")),
+    "hardware_probe": Task("How fast are products, memory and copies, and what does an operator cost?", 30, 90,
+                           lab("hardware_probe", "--parts", "matmul", "memory", "copies", "operators", "models"), fine=NOT_READY),
+    "timing": Task("How wrong is each way to time a loop?", 25, 90, lab("timing")),
+    "traces": Task("What does a launch-bound step look like, and a compute-bound one?", 15, 60,
+                   lab("gpu.traces", folder=True)),
+    "utilisation": Task("Which work looks busy to NVML?", 10, 40, lab("utilisation")),
+    "out_of_memory": Task("What does an out-of-memory error say, and its snapshot?", 10, 40,
+                          lab("gpu.out_of_memory", folder=True)),
+    "recompute": Task("What does recomputing cost a launch-bound stack?", 25, 90,
+                      lab("activation_checkpointing", "--parts", "pareto")),
+    "dataloader": Task("Do pinned batches help?", 25, 90, lab("dataloader", "--parts", "transfer")),
+    "ddp_one_rank": Task("What does DDP cost on one GPU?", 10, 40,
+                         lab("data_parallel", "--model", "cnn", saved="data_parallel_one_rank")),
+    "fsdp_one_rank": Task("What does FSDP2 cost on one GPU?", 20, 60,
+                          lab("fully_sharded", saved="fully_sharded_one_rank")),
+    "doctor_healthy": Task("What does the doctor say of a healthy script?", 40, 120,
+                           doctor("labs/recipes/train_single.py", "--steps", 2000)),
+    "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/chapters/nb12/slow_training.py")),
+    "mixed_precision": Task("How fast are the course's models in each format?", 40, 120, lab("mixed_precision")),
+    "memory_oracle": Task("What fills memory, model by model?", 40, 120, lab("memory_oracle")),
+    "all_reduce": Task("How fast are messages between GPUs?", 15, 60,
+                       lab("hardware_probe", "--parts", "all_reduce", nproc=None, saved="all_reduce"), 2, NCCL, NOT_READY),
+    "data_parallel_mlp": Task("Notebook 03: how much faster is DDP, for an MLP?", 10, 60,
+                              lab("data_parallel", nproc=None, saved="data_parallel_mlp"), 2),
+    "data_parallel_cnn": Task("Notebook 03: how much faster is DDP, for a CNN?", 10, 60,
+                              lab("data_parallel", "--model", "cnn", nproc=None, saved="data_parallel"), 2),
+    "comm_overlap": Task("Notebook 03: does DDP hide the exchange?", 15, 60, lab("comm_overlap", nproc=None), 2),
+    "speedup_map": Task("Notebook 03: which models gain?", 15, 60, lab("speedup_map", nproc=None), 2),
+    "ddp_parity": Task("Notebook 03: is it the same training?", 10, 60, lab("ddp_parity", nproc=None), 2),
+    "pipeline_parallel": Task("Notebook 06: how long is each stage idle?", 40, 120,
+                              lab("pipeline_parallel", nproc=2), 2),
+    "tensor_parallel": Task("Notebook 06: when does tensor parallelism pay?", 25, 90,
+                            lab("tensor_parallel", nproc=2), 2),
+    "fully_sharded": Task("Notebook 06: what does FSDP2 save and cost?", 25, 90, lab("fully_sharded", nproc=None), 2),
+    "bucket_overlap": Task("Notebook 07: which bucket size?", 20, 90, lab("bucket_overlap", nproc=None), 2),
+    "gradient_compression": Task("Notebook 07: does compression pay?", 25, 90,
+                                 lab("gradient_compression", nproc=None), 2),
+}  # fmt: skip
+"""By name, in the order in which they run."""
