@@ -60,7 +60,7 @@ launch("data_parallel", nproc=2, rounds=1_000_000, timeout_s=300, smoke=False)""
 def checkout(tmp_path_factory):
     """The course as it comes, in a folder with a space in its name; its first notebook ends with its first figure."""
     root = tmp_path_factory.mktemp("lab") / "my course"
-    for name in ("notebooks", "labs"):
+    for name in ("notebooks", "labs", "records"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     shutil.copy(ROOT / "GLOSSARY.md", root)
     notebook = nbformat.read(root / "notebooks" / FIRST, as_version=4)
