@@ -223,7 +223,7 @@ def test_a_learner_runs_a_fresh_copy(page, server, checkout):
     page.keyboard.press("Control+s")
     saved = wait_for(lambda: run_completely(mine), what="the notebook to be saved")
     assert_pictures(page, saved)
-    first.get_by_role("link", name=re.compile("^Next: 01")).click()
+    first.get_by_role("link", name=re.compile("^Next: measure time")).click()
     expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
     page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
     expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")
