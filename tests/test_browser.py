@@ -60,7 +60,7 @@ launch("data_parallel", nproc=2, rounds=1_000_000, timeout_s=300, smoke=False)""
 def checkout(tmp_path_factory):
     """The course as it comes, in a folder with a space in its name; its first notebook ends with its first figure."""
     root = tmp_path_factory.mktemp("lab") / "my course"
-    for name in ("notebooks", "labs"):
+    for name in ("notebooks", "labs", "records"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     shutil.copy(ROOT / "GLOSSARY.md", root)
     notebook = nbformat.read(root / "notebooks" / FIRST, as_version=4)
@@ -223,7 +223,7 @@ def test_a_learner_runs_a_fresh_copy(page, server, checkout):
     page.keyboard.press("Control+s")
     saved = wait_for(lambda: run_completely(mine), what="the notebook to be saved")
     assert_pictures(page, saved)
-    first.get_by_role("link", name=re.compile("^Next: 01")).click()
+    first.get_by_role("link", name=re.compile("^Next: measure time")).click()
     expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
     page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
     expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")

@@ -67,7 +67,8 @@ def server() -> Iterator[Callable[..., Drilled]]:
     started, that would be a fork of the rank, group and all.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", __spec__.name, str(os.getpid())]
+    # Not -m: the package imports this module, and Python would warn that it is there twice.
+    command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()", str(os.getpid())]
 
     def drill(
         name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float, way: Way = "evidence"
@@ -225,7 +226,3 @@ def monitor_all() -> None:
     for name in MONITORED:
         setattr(dist, name, checked(getattr(dist, name)))
     DistributedDataParallel.forward = checked(DistributedDataParallel.forward)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -146,7 +146,7 @@ def compare(a: Sequence[float], b: Sequence[float]) -> measure.Estimate:
 
     Warns below nine pairs, where the interval is hardly narrower than the range.
     """
-    if 1 < len(a) < FEW:
+    if 1 < len(a) < FEW and os.environ.get("COURSE_SMOKE") != "1":
         warnings.warn(f"{len(a)} pairs: the interval is nearly their range; {FEW} or more narrow it", stacklevel=2)
     return measure.paired_ratio(list(a), list(b))
 
