@@ -155,7 +155,8 @@ def _outcome(name: str, word: str, reason: str, seconds: float) -> Outcome:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip()[:200] for line in text.splitlines() if line.strip()), "nothing was printed")
+    lines = (line.strip() for line in text.splitlines())
+    return next((line[:200] for line in lines if line and not line.startswith("[rank ")), "nothing was printed")
 
 
 def _last_line(text: str) -> str:

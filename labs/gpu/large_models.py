@@ -30,6 +30,7 @@ from labs.kit.record import Record, Records
 Model = Literal["bert_large", "gpt_block"]
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
 WAYS = ("default", "fused", "recompute")
+SMOKE = {"formats": ("fp32", "bf16")}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ NCCL = {
     "NCCL_DEBUG_FILE": "{part}/nccl.%p.txt",
 }
 
+DATA = Path(__file__).parents[1] / "common" / "data" / "fashion_mnist_12k.npz"
 NOT_READY = (0, 1)
 """hardware_probe ends with 1 where the machine lacks something, such as JupyterLab, and measures all the same."""
 
@@ -101,7 +102,7 @@ TASKS: dict[str, Task] = {
                           lab("fully_sharded", saved="fully_sharded_one_rank")),
     "doctor_healthy": Task("What does the doctor say of a healthy script?", 40, 120,
                            doctor("labs/recipes/train_single.py", "--steps", 2000)),
-    "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/chapters/nb12/slow_training.py")),
+    "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/chapters/nb12/slow_training.py", "--data", DATA)),
     "mixed_precision": Task("How fast are the course's models in each format?", 40, 120, lab("mixed_precision")),
     "memory_oracle": Task("What fills memory, model by model?", 40, 120, lab("memory_oracle")),
     "all_reduce": Task("How fast are messages between GPUs?", 15, 60,
