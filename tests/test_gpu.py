@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labs import gpu
+from labs.gpu import runner as gpu
 from labs.gpu import checks
 from labs.gpu.tasks import TASKS, Place, Task
 from labs.kit.launch import run_on_ranks
