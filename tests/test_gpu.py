@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labs.gpu import runner as gpu
 from labs.gpu import checks
+from labs.gpu import runner as gpu
 from labs.gpu.tasks import TASKS, Place, Task
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import Record, Records, load
