@@ -39,7 +39,7 @@ def python(monkeypatch):
     monkeypatch.setattr(gpu.supervise, "started", started)
 
 
-WRITE = "open(PART + '/a.jsonl', 'w').write('whole')"
+WRITE = "open(PART + '/a.jsonl', 'w').write('whole'); open(PART + '/empty.jsonl', 'w')"
 
 
 def one(task, folder, limit_s=20.0):
@@ -49,7 +49,11 @@ def one(task, folder, limit_s=20.0):
 
 def test_a_task_leaves_its_files_and_a_failed_one_its_log_alone(tmp_path, python):
     done = one(Task("?", 1, 9, command(WRITE, "print('the answer')")), tmp_path)
-    assert (done.word, done.reason) == ("done", "the answer") and (tmp_path / "a.jsonl").read_text() == "whole"
+    assert (
+        (done.word, done.reason) == ("done", "the answer")
+        and (tmp_path / "a.jsonl").read_text() == "whole"
+        and not (tmp_path / "empty.jsonl").exists()
+    )
     (tmp_path / "a.jsonl").unlink()
     failed = one(Task("?", 1, 9, command(WRITE, "raise SystemExit('no such kernel')")), tmp_path)
     assert (failed.word, failed.reason) == ("failed", "exit code 1: no such kernel")

@@ -140,7 +140,7 @@ def run_task(name: str, task: Task, place: Place, folder: Path, root: Path, limi
         why = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}: {_last_line(said)}"
         return _outcome(name, "failed", why, seconds)
     log.unlink()
-    files = [path for path in sorted(part.rglob("*")) if path.is_file() and path.suffix in KEPT]
+    files = [path for path in sorted(part.rglob("*")) if path.suffix in KEPT and path.stat().st_size]
     for path in files:
         os.replace(path, folder / (f"{name}.json" if path.name == "report.json" else path.name))
     shutil.rmtree(part)
