@@ -95,7 +95,7 @@ TASKS: dict[str, Task] = {
                           lab("gpu.out_of_memory", folder=True)),
     "recompute": Task("What does recomputing cost a launch-bound stack?", 25, 90,
                       lab("activation_checkpointing", "--parts", "pareto")),
-    "dataloader": Task("Do pinned batches help?", 25, 90, lab("dataloader", "--parts", "transfer")),
+    "pinned_copies": Task("Does pinned memory help, and a stream of its own?", 10, 40, lab("gpu.pinned_copies")),
     "ddp_one_rank": Task("What does DDP cost on one GPU?", 10, 40,
                          lab("data_parallel", "--model", "cnn", saved="data_parallel_one_rank")),
     "fsdp_one_rank": Task("What does FSDP2 cost on one GPU?", 20, 60,
