@@ -14,6 +14,7 @@ import pytest
 
 from labs.gpu import checks
 from labs.gpu import runner as gpu
+from labs.gpu.accept import refusal
 from labs.gpu.tasks import TASKS, Place, Task
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import Record, Records, load
@@ -39,7 +40,7 @@ def python(monkeypatch):
     monkeypatch.setattr(gpu.supervise, "started", started)
 
 
-WRITE = "open(PART + '/a.jsonl', 'w').write('whole'); open(PART + '/empty.jsonl', 'w')"
+WRITE = "open(PART + '/a.txt', 'w').write('whole'); open(PART + '/empty.jsonl', 'w')"
 
 
 def one(task, folder, limit_s=20.0):
@@ -51,10 +52,10 @@ def test_a_task_leaves_its_files_and_a_failed_one_its_log_alone(tmp_path, python
     done = one(Task("?", 1, 9, command(WRITE, "print('the answer')")), tmp_path)
     assert (
         (done.word, done.reason) == ("done", "the answer")
-        and (tmp_path / "a.jsonl").read_text() == "whole"
+        and (tmp_path / "a.txt").read_text() == "whole"
         and not (tmp_path / "empty.jsonl").exists()
     )
-    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.txt").unlink()
     failed = one(Task("?", 1, 9, command(WRITE, "raise SystemExit('no such kernel')")), tmp_path)
     assert (failed.word, failed.reason) == ("failed", "exit code 1: no such kernel")
     assert [p.name for p in tmp_path.iterdir()] == ["t.log"]
@@ -143,12 +144,42 @@ def test_every_task_runs_in_a_rehearsal(name, tmp_path):
         assert not load(path).provenance["gpus"]
 
 
-def test_records_of_a_gpu_folder_come_from_gpus():
-    """A rehearsal, or a run on cores, is no record of a GPU."""
-    for report in ROOT.glob("records/*/gpu.json"):
-        assert not json.loads(report.read_text())["rehearsal"], report
-        for path in report.parent.glob("*.jsonl"):
-            assert load(path).provenance["gpus"], path
+REAL = {"gpus": ["NVIDIA H200"], "cuda": "13.0", "driver": "580.159.04", "torch": "2.13.0+cu130"}
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ({"gpus": []}, "it names no GPU"),
+        ({"cuda": None, "torch": "2.13.0+cpu"}, "torch 2.13.0+cpu is a build without CUDA"),
+        ({"driver": None}, "it names no driver"),
+        ({}, "flop_s is 1.20e+15 FLOP/s, above the datasheet's 9.90e+14 (dense)"),
+    ],
+)
+def test_a_record_of_a_fake_is_refused(made, why):
+    fake = Record("lab", "flop_s", "FLOP/s", (1.2e15,), "measured", {}, {}, {"device": "cuda"}, REAL | made)
+    assert refusal(fake) == why
+
+
+def test_a_refused_record_never_reaches_the_folder(tmp_path, python):
+    row = {"lab": "t", "metric": "step_s", "unit": "s", "samples": [1.0], "kind": "measured"}
+    lines = [{"provenance": REAL | {"cuda": None}}, row | {"case": {}, "config": {}, "layout": {"device": "cuda"}}]
+    write = f"open(PART + '/a.jsonl', 'w').write({chr(10).join(map(json.dumps, lines))!r})"
+    found = one(Task("?", 1, 9, command(write)), tmp_path)
+    assert found.word == "failed" and "without CUDA" in found.reason and not list(tmp_path.iterdir())
+
+
+def test_all_that_stands_for_a_gpu_in_records_comes_from_one():
+    """What ran on the device "cuda", and everything in a folder of `make gpu`."""
+    folders = {report.parent for report in ROOT.glob("records/*/gpu.json")}
+    assert not any(json.loads((folder / "gpu.json").read_text())["rehearsal"] for folder in folders)
+    of_gpus = [
+        (path, record)
+        for path in ROOT.glob("records/*/**/*.jsonl")
+        for record in load(path)
+        if record.kind == "recorded" and (record.layout.get("device") == "cuda" or path.parent in folders)
+    ]
+    assert of_gpus and not [(path, why) for path, record in of_gpus if (why := refusal(record))]
 
 
 @pytest.mark.drill

@@ -27,6 +27,7 @@ from typing import Annotated
 
 from annotated_types import Gt
 
+from labs.gpu.accept import refusal
 from labs.gpu.tasks import TASKS, Place, Task
 from labs.kit import cli, hardware, nvml, record, supervise, timeouts
 from labs.kit.errors import did_you_mean, require
@@ -141,6 +142,11 @@ def run_task(name: str, task: Task, place: Place, folder: Path, root: Path, limi
         return _outcome(name, "failed", why, seconds)
     log.unlink()
     files = [path for path in sorted(part.rglob("*")) if path.suffix in KEPT and path.stat().st_size]
+    measured = [] if place.rehearsal else [r for path in files if path.suffix == ".jsonl" for r in record.load(path)]
+    refused = next(filter(None, map(refusal, measured)), None)
+    if refused:
+        shutil.rmtree(part)
+        return _outcome(name, "failed", f"no record of a GPU: {refused}", seconds)
     for path in files:
         os.replace(path, folder / (f"{name}.json" if path.name == "report.json" else path.name))
     shutil.rmtree(part)
