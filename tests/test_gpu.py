@@ -213,7 +213,7 @@ def check(monkeypatch, name, *records):
 
 
 def test_wrong_results_fail(monkeypatch):
-    monkeypatch.setattr(checks.supervise, "run", lambda *_: subprocess.CompletedProcess([], 0, "False"))
+    monkeypatch.setattr(checks.supervise, "run", lambda *_: subprocess.CompletedProcess([], 0, ""))
     right = rec("matmul_relative_error", 1e-7), rec("all_reduce_error", 0.0)
     assert check(monkeypatch, "launcher", *right).startswith("pass: right results")
     assert "relative error of 5e-01" in check(monkeypatch, "launcher", rec("matmul_relative_error", 0.5), right[1])

@@ -22,7 +22,7 @@ import torch
 from labs.kit import cli, nvml, supervise, timeouts
 from labs.kit.errors import did_you_mean
 from labs.kit.failure import RankFailed
-from labs.kit.launch import launch
+from labs.kit.launch import Run, launch
 from labs.kit.record import Records
 
 PROG = "python -m labs.gpu.checks"
@@ -31,6 +31,7 @@ LEAST_SPEEDUP = 1.2
 """Of a 16-bit format over FP32 in the largest product that all formats ran."""
 MONITOR_COST = 0.02  # of one core
 MOST_QUERIES = {"brief": 25, "full": 100}  # of NVML, per GPU
+LIBCUDA = "libcuda.so"
 LEFT_BYTES = 300e6  # other processes come and go
 RAISED = {
     "oom": r"out of memory",
@@ -50,7 +51,7 @@ def expect(holds: bool, otherwise: str) -> None:
         raise CheckFailed(otherwise)
 
 
-def run_lab(name: str, rehearse: bool, **parameters: Any) -> Records:
+def run_lab(name: str, rehearse: bool, **parameters: Any) -> Run:
     """One rank of a lab on the GPU, or as a smoke run on a CPU core."""
     if rehearse:
         return launch(name, 1, device="cpu", **{"smoke": True} | parameters)
@@ -60,34 +61,33 @@ def run_lab(name: str, rehearse: bool, **parameters: Any) -> Records:
 def launcher(rehearse: bool) -> str:
     """CUDA stays out of the process that launches, and a rank computes rightly."""
     run = run_lab("hardware_probe", rehearse, parts=("correctness",))
-    alone = supervise.run([sys.executable, "-c", f"import torch\n{MAPPED}\nprint(mapped())"], timeouts.IMPORT_S)
+    alone = supervise.run(
+        [sys.executable, "-c", "import torch; print(open('/proc/self/maps').read())"], timeouts.IMPORT_S
+    )
     holders = {p.pid for gpu in nvml.gpus() for p in gpu.processes or ()}
     expect(not torch.cuda.is_initialized(), "the launching process has initialised CUDA")
-    by_torch = alone.stdout.strip() == "True"
+    by_torch = LIBCUDA in alone.stdout
     expect(by_torch or not libcuda_mapped(), "the launching process has mapped libcuda.so, and torch alone does not")
     expect(os.getpid() not in holders, "NVML lists the launching process on a GPU")
-    return sums(run) + "no CUDA in the launching process"
-
-
-MAPPED = 'def mapped():\n    return "libcuda.so" in open("/proc/self/maps").read()'
+    expect_right_results(run)
+    return "right results, no CUDA in the launching process"
 
 
 def libcuda_mapped() -> bool:
     """Whether this process has CUDA's driver in its memory; False where the system does not show it."""
     try:
         with open("/proc/self/maps") as maps:
-            return "libcuda.so" in maps.read()
+            return LIBCUDA in maps.read()
     except OSError:
         return False
 
 
-def sums(run: Records) -> str:
+def expect_right_results(run: Records) -> None:
     """CheckFailed if a rank multiplied or summed wrongly."""
     product, total = (run.where(metric) for metric in ("matmul_relative_error", "all_reduce_error"))
     worst = max(r.value for r in product)
     expect(worst <= 1e-2, f"a matrix product has a relative error of {worst:.0e}")
     expect(max(r.value for r in total) == 0, "an all-reduce has a wrong sum")
-    return "right results, "
 
 
 def memory(rehearse: bool) -> str:
@@ -133,10 +133,8 @@ class Counting:
 
 def nvml_cost(rehearse: bool) -> str:
     """Queries of a report, and the share of a core that the monitor takes."""
-    if rehearse:
-        run = launch("hardware_probe", 1, device="cpu", parts=("matmul",), smoke=True)
-    else:
-        run = launch("utilisation", 1, device="cuda", smoke=True)
+    parameters = {"name": "hardware_probe", "parts": ("matmul",)} if rehearse else {"name": "utilisation"}
+    run = run_lab(rehearse=rehearse, smoke=True, **parameters)
     said = []
     for kind, most in MOST_QUERIES.items() if not rehearse else ():
         counting = Counting(nvml.library())
