@@ -199,8 +199,7 @@ def overlap_gain(records: Records) -> measure.Estimate:
 
 def category(records: Records) -> str:
     """Whether default buckets make a step faster than one bucket: "faster", "slower" or "inconclusive"."""
-    gain = overlap_gain(records)
-    return "faster" if gain.low > 1 else "slower" if gain.high < 1 else "inconclusive"
+    return measure.direction(overlap_gain(records))
 
 
 def answer(records: Records) -> Iterator[str]:

@@ -109,8 +109,7 @@ def speedup(records: Records, way: str = "ddp", over: str = "single") -> measure
 
 def category(records: Records) -> str:
     """Whether DDP trains faster than one rank: "faster", "slower" or "inconclusive"."""
-    ratio = speedup(records)
-    return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "inconclusive"
+    return measure.direction(speedup(records))
 
 
 def answer(records: Records) -> Iterator[str]:

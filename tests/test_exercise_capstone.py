@@ -199,7 +199,7 @@ def test_an_illness_of_the_data_is_left_whoever_prepares_the_images():
 def test_the_fast_script_passes_and_nothing_else_is_said_of_it(capsys):
     assert capstone.EXERCISE.reference is fast_script
     check("12.1", None, solutions=True)
-    assert capsys.readouterr().out == f"12.1 passed: {capstone.EXERCISE.title}\n"
+    assert capsys.readouterr().out == f"12.1 passed: {capstone.EXERCISE.task}\n"
 
 
 @pytest.mark.long

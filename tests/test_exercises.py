@@ -38,14 +38,14 @@ def marks(exercise_id: str, part: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=marks(i, "first")) for i in IDS])
 def test_reference_passes(exercise_id, capsys):
     check(exercise_id, None, solutions=True)
-    assert capsys.readouterr().out == f"{exercise_id} passed: {get_exercise(exercise_id).title}\n"
+    assert capsys.readouterr().out == f"{exercise_id} passed: {get_exercise(exercise_id).task}\n"
 
 
 def test_every_stub_is_to_do(capsys):
     for exercise_id in IDS:
         names = ", ".join(inspect.signature(get_exercise(exercise_id).reference).parameters)
         check(exercise_id, eval(f"lambda {names}: TODO", {"TODO": TODO}))
-        assert capsys.readouterr().out == f"{exercise_id} to do: {get_exercise(exercise_id).title}\n"
+        assert capsys.readouterr().out == f"{exercise_id} to do: {get_exercise(exercise_id).task}\n"
 
 
 @pytest.mark.timeout(900)

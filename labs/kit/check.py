@@ -151,7 +151,7 @@ TODO = _Todo()
 class Exercise:
     """What is asked, how it is judged, and one answer."""
 
-    title: str
+    task: str
     checker: Callable[[Callable[..., Any]], None]
     reference: Callable[..., Any]
     timeout_s: float = timeouts.EXERCISE_S
@@ -187,13 +187,13 @@ def examine(exercise_id: str, candidate: Any) -> Outcome:
     """What `check` prints, as a value."""
     exercise = get_exercise(exercise_id)
     if _is_todo(candidate):
-        return Outcome("to do", f"{exercise_id} to do: {exercise.title}")
+        return Outcome("to do", f"{exercise_id} to do: {exercise.task}")
     problem = _signature_problem(candidate, exercise.reference) or _run(exercise, candidate)
     if problem is TODO:
-        return Outcome("to do", f"{exercise_id} to do: {exercise.title}")
+        return Outcome("to do", f"{exercise_id} to do: {exercise.task}")
     if problem:
         return Outcome("not yet", f"{exercise_id} not yet: {problem}")
-    return Outcome("passed", f"{exercise_id} passed: {exercise.title}")
+    return Outcome("passed", f"{exercise_id} passed: {exercise.task}")
 
 
 def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
@@ -288,9 +288,7 @@ def _watch_for_todo(candidate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_todo(candidate: Any) -> bool:
     """True for TODO itself and for a function, or a class with a method, that still mentions it: nothing is run."""
-    if isinstance(candidate, _Todo):
-        return True
-    if _is_stub(candidate):
+    if isinstance(candidate, _Todo) or _is_stub(candidate):
         return True
     if isinstance(candidate, type):
         return any(_is_todo(member) for member in vars(candidate).values())

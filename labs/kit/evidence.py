@@ -1,6 +1,6 @@
 """What claims are judged by: kept when a notebook has judged them, read again by notebook 11 and by labs.claims.
 
-    my/.evidence/03.jsonl                                      of this machine: kept whenever notebook 03 has run here
+    my/.evidence/03.jsonl                                     of this machine: kept whenever notebook 03 has run here
     records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
     records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU: for what only a GPU decides
 

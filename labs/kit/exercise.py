@@ -43,11 +43,6 @@ class Exercise:
     mistakes: Sequence[KnownMistake] = ()
     timeout_s: float = timeouts.EXERCISE_S
 
-    @property
-    def title(self) -> str:
-        """The task, in a few words."""
-        return self.task
-
     def checker(self, answer: Callable[..., Any]) -> None:
         """Raise Mistake unless `answer` does what the reference does. Errors of the answer pass through."""
         got, expected = self.observe(answer), self.observe(self.reference)

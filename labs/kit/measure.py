@@ -273,6 +273,11 @@ def differs(ratio: Estimate, null: float = 1.0) -> bool:
     return not ratio.low <= null <= ratio.high
 
 
+def direction(ratio: Estimate) -> str:
+    """Whether a ratio of rates is "faster", "slower" or "inconclusive": then its interval holds 1."""
+    return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "inconclusive"
+
+
 def verdict(ratio: Estimate, what: str) -> str:
     """One sentence on a ratio: by how much `what` differs, or that this run cannot show a difference."""
     if not differs(ratio):

@@ -198,9 +198,7 @@ class RunFunction:
     def __call__(self, rank: Rank) -> Any:
         know_cells(self.cells)
         if rank.device.type == "cpu":
-            os.environ["CUDA_VISIBLE_DEVICES"] = (
-                ""  # a function that asks for a GPU must not get one that is not its own
-            )
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so the function can't take a GPU that another rank uses
         return self.function(*self.args)
 
 
