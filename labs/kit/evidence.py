@@ -1,7 +1,7 @@
 """What claims are judged by: kept when a notebook has judged them, read again by notebook 11 and by labs.claims.
 
     my/.evidence/03.jsonl                                     of this machine: kept whenever notebook 03 has run here
-    records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
+    records/cpu-2-cores-2026-11/claims/03.jsonl               recorded: of the run whose outputs are committed
     records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU: for what only a GPU decides
 
 A notebook's evidence is the records of its launches; `call_of` says how to start one of them again.
@@ -22,7 +22,7 @@ from labs.kit.lab import lab_module
 from labs.kit.record import Record, Records, as_json, load
 
 ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "records" / "amd-epyc-2-cores-2026-11" / "claims"
+RECORDED = ROOT / "records" / "cpu-2-cores-2026-11" / "claims"
 FOLDER = "COURSE_EVIDENCE"
 """A variable of the environment: where notebooks keep their evidence in place of my/.evidence."""
 

@@ -18,7 +18,7 @@ from labs.kit.record import Records, load, provenance_line
 
 GUESSED = "powersgd_4"
 """The way whose gain on the slowest wire the learner guesses."""
-RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11"
+RECORDED = Path(__file__).parents[3] / "records" / "cpu-2-cores-2026-11"
 """Runs of `python -m labs.gradient_compression` with more rounds than a notebook has time for, on a quiet machine."""
 
 

@@ -11,7 +11,7 @@ from labs.kit.measure import Estimate
 from labs.kit.plot import GREY, bars, figure, log_axes, name_points, points, prediction, show
 from labs.kit.record import Records
 
-RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11" / "doctor_trial.jsonl"
+RECORDED = Path(__file__).parents[3] / "records" / "cpu-2-cores-2026-11" / "doctor_trial.jsonl"
 """Of `python -m labs.doctor_trial`, healthy patients seen five times, on a quiet machine."""
 TICKS = (1, 1.5, 2, 3, 5, 10, 20, 50)
 
