@@ -27,7 +27,7 @@ from labs.common.data_parallel.training import train_step
 from labs.common.timing import probing
 from labs.common.timing.busy import counter_of
 from labs.common.timing.roofline import matmul_work, training_step_work
-from labs.common.timing.streams import open_stream
+from labs.fooled.streams import open_stream
 from labs.fooled import learning as learning
 from labs.fooled import two_units
 from labs.fooled.best_of_many import best_against_median
