@@ -142,7 +142,7 @@ def answer(run: Records) -> Iterator[str]:
     """Where the curve bends, what a larger batch costs, and from which batch several ranks win."""
     median = {batch: measure.estimate(samples, "samples/s") for batch, samples in rates(run).items()}
     best = max(median, key=lambda batch: median[batch].value)
-    yield f"Batch {best} has the highest throughput, {median[best]}; batch {knee(run)} is the first to reach half of it."
+    yield f"Batch {best} has the highest throughput, {median[best]}; batch {knee(run)} is the first with half of it."
     found = speedups(run)
     if won := [batch for batch, ratio in found.items() if ratio.low > 1]:
         yield f"{run[0].layout['world_size']} ranks train faster than one from a batch of {won[0]} per rank."

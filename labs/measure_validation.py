@@ -29,7 +29,7 @@ from labs.kit.record import Record, Records
 UNITS = 100  # of work in a step, so that one unit more is 1 %
 ARMS = {"A": 0, "A again": 0, "+5 %": 5}  # units more than UNITS
 PAIRS = (5, 10, 20, 40)
-LONG_STEP_S = 10e-3  # beside another program: longer than a slice of the scheduler (3 ms)
+LONG_STEP_S = 20e-3  # beside another program: far longer than a slice of the scheduler (3 ms)
 ORDERS = ("one after the other", "in turn")
 
 

@@ -1,4 +1,4 @@
-"""The loop's faults mix in what they are said to, its processes leave nothing, and bad models are refused in one line."""
+"""Each fault of the loop mixes in what it should, its processes leave nothing, a bad model is refused in one line."""
 
 import dataclasses
 import multiprocessing

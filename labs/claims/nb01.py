@@ -82,4 +82,3 @@ def e23_a_larger_batch_is_more_efficient(records: Records) -> Verdict:
     )
     higher, lower = found[large].low > found[small].high, found[large].high < GAIN * found[small].low
     return judged([higher, kept[1] > kept[0]], [lower, kept[1] <= kept[0]], because)
-

@@ -515,7 +515,7 @@ EXERCISES = {
                 _gradients_not_cleared,
             ),
             KnownMistake(
-                "You need a tensor's number in the loop, so the host waits until the device has done all that is queued.",
+                "You need a tensor's number in the loop, so the host waits until the device has emptied its queue.",
                 "Add up tensors on the device, and read the sum once, after the loop.",
                 _read_in_every_step,
             ),
