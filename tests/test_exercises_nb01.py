@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def takes_pairs(step, make_batch, synchronize, clock):
         step(batch)
         synchronize()
         marks.append(clock())
-    return statistics.median(b - a for a, b in zip(marks, marks[1:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(marks))
 
 
 def test_two_other_benchmarks():
