@@ -62,10 +62,15 @@ class Config:
     seed: int = 0
     """Seed of the model and of the data."""
     smoke: bool = False
-    """One run of each loop, few samples of a step."""
+    """One run of each loop, few samples of a step, at most 64 samples in a batch."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)
+
+    @property
+    def rows(self) -> int:
+        """Samples per rank, fewer in a smoke run."""
+        return min(self.batch_size, 64) if self.smoke else self.batch_size
 
     @property
     def loop_repeats(self) -> int:
@@ -165,7 +170,7 @@ def training(config: Config, device: torch.device, wrap: Callable = lambda modul
         optimizer.step()
         return loss.detach()
 
-    return step, lambda: workload.make_batch(config.batch_size)
+    return step, lambda: workload.make_batch(config.rows)
 
 
 # -- what is measured
@@ -263,7 +268,7 @@ def seen_shares(config: Config, rank: Rank) -> Iterator[Record]:
     share(WAITS[0])
     rows = [{way: share(way) for way in random.Random(i).sample(WAITS, len(WAITS))} for i in range(rounds)]
     for way in WAITS:
-        case = {"way": way, "waits": way in WAITS[2:], "steps": steps, "batch": config.batch_size}
+        case = {"way": way, "waits": way in WAITS[2:], "steps": steps, "batch": config.rows}
         yield rank.record("seen_share", "1", [row[way] for row in rows], rank=0, **case)
 
 
@@ -281,7 +286,7 @@ def step_times(config: Config, rank: Rank) -> Iterator[Record]:
     inner = max(1, min(100, math.ceil(0.004 / each_s)))
     rounds = 6 if config.smoke else measure.Budget(config.seconds, rank.slowest)
     timed = measure.interleave({"train": lambda: step(*batch)}, rounds, rank.device, inner=inner, between=rank.barrier)
-    case = {"mode": "train", "batch_per_rank": config.batch_size, "steps_per_sample": inner}
+    case = {"mode": "train", "batch_per_rank": config.rows, "steps_per_sample": inner}
     yield rank.record("step_s", "s", rank.slowest(timed["train"]), **case)
     if rank.rank == 0:
         yield rank.record("step_flop", "FLOP", step_flop(config, rank.device), kind="modelled")
@@ -296,8 +301,8 @@ def step_flop(config: Config, device: torch.device) -> float:
     Counted on the meta device. A model that cannot go there makes one real pass on `device`, in a copy of its own.
     """
     with contextlib.suppress(Exception):
-        return roofline.training_step_work(models.make(config.model), config.batch_size).flop
-    return roofline.count(probing.training_step(models.make(config.model), config.batch_size, device)).flop
+        return roofline.training_step_work(models.make(config.model), config.rows).flop
+    return roofline.count(probing.training_step(models.make(config.model), config.rows, device)).flop
 
 
 # -- analysis

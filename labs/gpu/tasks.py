@@ -89,7 +89,7 @@ TASKS: dict[str, Task] = {
                            fine=NOT_READY),
     "timing": Task("How wrong is each way to time a loop?", 25, 90, lab("timing")),
     "timing_large": Task("And with a batch that fills the queue?", 25, 90,
-                         lab("timing", "--batch-size", 2048, "--loop-steps", 20, "--repeats", 3, saved="timing_large")),
+                         lab("timing", "--batch-size", 8192, "--loop-steps", 20, "--repeats", 3, saved="timing_large")),
     "timing_article": Task("And an article's layer?", 25, 90,
                            lab("timing", "--model", "labs.timing:article", "--batch-size", 32, "--loop-steps", 100,
                                "--repeats", 9, saved="timing_article")),
