@@ -178,15 +178,20 @@ def training(config: Config, device: torch.device, wrap: Callable = lambda modul
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The loop's answers, what a clock sees without a wait, the step's times, its FLOPs and the datasheet's peak."""
-    torch.backends.cudnn.allow_tf32 = config.tf32  # convolutions may use it by default
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.loop_repeats:  # first: its processes start as cold as this one still is
         for rung, seconds in answers(config, rank).items():
             yield rank.record("answer_s", "s", seconds, rung=rung)
-        if rank.device.type != "cpu" and rank.rank == 0:
-            yield from seen_shares(config, rank)
-        rank.barrier()
+    set_tf32(config.tf32)
     yield from step_times(config, rank)
+    if config.loop_repeats and rank.device.type != "cpu" and rank.rank == 0:
+        yield from seen_shares(config, rank)
+    rank.barrier()
+
+
+def set_tf32(on: bool) -> None:
+    """Let FP32 matrix products and convolutions round to TF32, or not. By default, convolutions may."""
+    torch.backends.cudnn.allow_tf32 = on
+    torch.set_float32_matmul_precision("high" if on else "highest")
 
 
 def answers(config: Config, rank: Rank) -> dict[str, list[float]]:
@@ -235,6 +240,7 @@ def _child(sender: Connection, config: Config, rung: str, device: torch.device) 
     try:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
+        set_tf32(config.tf32)  # a new process has PyTorch's defaults
         step, make_batch = training(config, device)
         steps = 3 if config.smoke else config.loop_steps
         sender.send(LOOPS[rung](step, make_batch, steps, device))
