@@ -3,7 +3,7 @@
     python -m labs.utilisation --nproc 1
     torchrun --nproc-per-node 1 -m labs.utilisation --window-s 0.2
 
-About 6 s on 2 CPU cores. Rank 0 does five jobs, the other ranks wait. A counter of busy time only says that something
+About 6 s on 2 CPU cores. Rank 0 does six jobs, the other ranks wait. A counter of busy time only says that something
 ran: on a CPU it is the CPU time of this process, on a GPU NVML's utilization.gpu, which nvidia-smi shows, and for
 which a single thread of a single kernel is enough.
 """
@@ -11,15 +11,15 @@ which a single thread of a single kernel is enough.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from labs.common.timing import probing, roofline
 from labs.common.timing.busy import Counter, counter_of, work_for
-from labs.common.timing.roofline import Work
 from labs.kit import cli, measure
-from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
@@ -32,31 +32,14 @@ ARRAY_BYTES = 64 * 2**20
 class Config:
     """How long each job runs."""
 
-    windows: int = 6
+    windows: Annotated[int, Ge(1)] = 6
     """Windows per job; each gives one sample."""
-    window_s: float = 0.1
+    window_s: Annotated[float, Gt(0), Le(60)] = 0.1
     """Length of a window in s."""
-    wait_ms: float = 8.0
+    wait_ms: Annotated[float, Ge(0), Le(1000)] = 8.0
     """What the source of data of "waiting for data" sleeps before every batch."""
     smoke: bool = False
     """Two short windows per job."""
-
-    def __post_init__(self) -> None:
-        require(self.windows >= 1, f"windows must be at least 1, not {self.windows}")
-        require(0 < self.window_s <= 60, f"window_s must be above 0 and at most 60, not {self.window_s}")
-        require(0 <= self.wait_ms <= 1000, f"wait_ms must be from 0 to 1000, not {self.wait_ms}")
-
-
-def predict(
-    work: Work, peak_flop_s: float, bandwidth_b_s: float, *, overhead_s: float = 0.0, wait_s: float = 0.0
-) -> tuple[float, float]:
-    """(busy share, FLOP/s) at best, of a job that does `work` after waiting for `wait_s`, again and again.
-
-    The work takes what the roofline allows, but at least `overhead_s`, in which Python and torch get it under way.
-    All of this looks busy; only the wait does not.
-    """
-    busy_s = max(work.flop / peak_flop_s, work.bytes / bandwidth_b_s, overhead_s)
-    return busy_s / (busy_s + wait_s), work.flop / (busy_s + wait_s)
 
 
 @dataclass(frozen=True)
@@ -72,12 +55,14 @@ def jobs(config: Config, device: torch.device) -> dict[str, Job]:
     """What keeps the device busy. FLOPs of products are counted by torch, an addition counts as one per element."""
     large = _product(512 if device.type == "cpu" else 4096, device)
     array, number = (torch.zeros(n, device=device) for n in (ARRAY_BYTES // 4, 1))
+    columns = torch.ones(200_000, 2, device=device)
     return {
         "large products": large,
         "small products": _product(16, device),
         "memory traffic": _addition(array),
         "one number at a time": _addition(number),
         "waiting for data": Job(large.step, large.flop, config.wait_ms / 1e3),
+        "one long kernel": Job(lambda: columns.cumsum(0), columns.numel()),  # on a GPU a thread for each column
     }
 
 

@@ -14,7 +14,6 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs.chapters.nb01 import explorer as nb01
 from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
@@ -28,7 +27,6 @@ from labs.kit.notebook_report import html_pictures
 
 EXPLORERS = {
     "roofline": roofline.roofline,
-    "batch": nb01.batch,
     "workers": nb02.workers,
     "memory_formats": nb04.memory,
     "memory_policies": nb05.memory,
@@ -132,7 +130,7 @@ class Page:
 
 
 def test_a_moved_knob_draws_the_same_picture_anew(monkeypatch):
-    name = "batch"
+    name = "roofline"
     page = Page(monkeypatch)
     EXPLORERS[name]()
     (controls, _), (before, how) = page.shown
@@ -157,7 +155,7 @@ def test_what_cannot_be_drawn_is_said_in_place_of_the_picture(monkeypatch):
     assert html_pictures(page.last["text/html"])
 
 
-CELL = "from labs.chapters.nb01 import explorer\nexplorer.batch()"
+CELL = "from labs.explorers import roofline\nroofline.roofline()"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import pytest
 import torch
 from fakes import FakeNvml, card
 
-from labs import elastic_restart
+from labs import elastic_restart, timing
 from labs.common.oracle.reality import of_allocator
-from labs.common.timing import benchmark_loop
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
@@ -60,9 +59,9 @@ def exclusive(monkeypatch):
 
 def test_what_starts_a_second_process_on_an_exclusive_gpu_says_so_before(monkeypatch):
     exclusive(monkeypatch)
-    monkeypatch.setattr(benchmark_loop, "one_answer", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(timing, "one_answer", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(BadInput, match="GPU 0 is in exclusive-process mode"):
-        benchmark_loop.answers("mlp", 4, 1, 1, on(GPU))
+        timing.answers(timing.Config(), on(GPU))
     with pytest.raises(BadInput, match="exclusive-process mode"):
         list(elastic_restart.run(elastic_restart.Config(), on(GPU)))
 

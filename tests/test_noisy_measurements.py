@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labs import batch_size
-from labs.chapters.nb01 import figures_batch as nb01_batch
 from labs.chapters.nb06 import figures as nb06
 from labs.common.checkpoints import checkpoint_interval
 from labs.common.elastic.journal import PHASES, History
@@ -32,15 +30,6 @@ def test_link_fits(times):
     fit = collectives.fit(SIZES, times)
     known(fit.latency_s, fit.b_s, fit.half_bytes)
     assert math.isfinite(fit.seconds(SIZES[-1]))
-
-
-@given(SECONDS, SECONDS, SECONDS)
-def test_two_batches(small_s, large_s, all_reduce_s):
-    fit = batch_size.predict(32, small_s, 256, large_s)
-    known(
-        fit.fixed_s, fit.sample_s, fit.half_batch, fit.samples_per_s(math.inf), *map(fit.samples_per_s, (1, 32, 4096))
-    )
-    assert 0 <= batch_size.predict_share(small_s, all_reduce_s) <= 1
 
 
 @given(st.dictionaries(st.integers(1, 64), SECONDS, min_size=2, max_size=6), st.integers(2, 8))
@@ -93,8 +82,7 @@ def ends(request):
 def said(monkeypatch):
     """What a figure's text says."""
     texts: list[str] = []
-    for module in (nb01_batch, nb06):
-        monkeypatch.setattr(module, "say", texts.append)
+    monkeypatch.setattr(nb06, "say", texts.append)
     return texts
 
 
@@ -102,22 +90,6 @@ def between(ends: tuple[float, float], cases: tuple[int, ...]) -> dict[int, list
     first, last = ends
     n = len(cases) - 1
     return {c: [(first + (last - first) * k / n) * f for f in (1.0, 1.1, 0.9)] for k, c in enumerate(cases)}
-
-
-def test_the_figure_of_batch_sizes(ends, said):
-    found = between(ends, (8, 32, 256))
-    run = Records(
-        [
-            records("batch_size", "step_s", {"mode": m, "batch": b}, s)
-            for m in ("single", "ddp", "no_sync")
-            for b, s in found.items()
-        ]
-        + [records("batch_size", "activation_bytes", {"batch": b}, [1e3 * b], "B") for b in found]
-        + [records("batch_size", "all_reduce_s", {}, [1e-3]), records("batch_size", "gradient_bytes", {}, [1e6], "B")]
-    )
-    nb01_batch.throughput(run, predict(100, "knee"))
-    nb01_batch.communication(run, predict(10, "share", "%"))
-    assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
 
 
 def test_the_figure_of_micro_batches(ends, said):

@@ -1,95 +1,99 @@
-"""The report says what its records hold, the lab's records are complete, and bad input is one line."""
+"""Each fault of the loop mixes in what it should, its processes leave nothing, a bad model is refused in one line."""
 
+import dataclasses
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import PYTHON, new_environment
 from torch import Tensor, nn
 
 from labs import timing
 from labs.common import models
 from labs.common.models import Workload
-from labs.common.timing.benchmark_loop import RUNGS, WAITS
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 
+CPU = torch.device("cpu")
+DATA_S, FIRST_S, STEADY_S, HICCUP_S = 1.0, 500.0, 10.0, 100.0
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
-def run(request):
-    return launch("timing", nproc=request.param, smoke=True, oversubscribe=True)
+
+class SimulatedGpu:
+    """Host and device with clocks of their own: steps 0 and 8 take longer, a step is launched in no time."""
+
+    def __init__(self):
+        self.now = self.free = 0.0
+        self.steps = 0
+
+    def make_batch(self):
+        self.now += DATA_S
+        tensor = SimpleNamespace()
+        tensor.to = lambda device: self.synchronize() or tensor  # from ordinary memory: waits for the queue
+        return tensor, tensor
+
+    def step(self, x, y):
+        extra = {0: FIRST_S - STEADY_S, 8: HICCUP_S}.get(self.steps, 0.0)
+        self.free = max(self.now, self.free) + STEADY_S + extra
+        self.steps += 1
+
+    def synchronize(self, *_):
+        self.now = max(self.now, self.free)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    gpu = SimulatedGpu()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+    monkeypatch.setattr(timing.measure, "sync", gpu.synchronize)
+    monkeypatch.setattr(timing, "now", lambda device: max(gpu.now, gpu.free))
+    monkeypatch.setattr(timing, "seconds_between", lambda a, b: b - a)
+    return gpu
+
+
+EXPECTED = {
+    "as printed": (DATA_S + FIRST_S + HICCUP_S + 8 * STEADY_S) / 10,  # each copy waits: only the last step escapes
+    "data outside": 0.0,  # nothing waits: the clock saw the host only
+    "synchronise": (FIRST_S + HICCUP_S + 9 * STEADY_S) / 10,
+    "warm up": (HICCUP_S + 10 * STEADY_S) / 10,
+    "median of steps": STEADY_S,
+}
+
+
+@pytest.mark.parametrize("name", timing.RUNGS)
+def test_every_loop_prints_what_it_mixes_in(name, simulated):
+    assert timing.LOOPS[name](simulated.step, simulated.make_batch, 10, CPU) == pytest.approx(EXPECTED[name], rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("timing", nproc=2, smoke=True, oversubscribe=True)
 
 
 def test_all_that_the_report_needs_is_recorded(run):
-    n = run[0].layout["world_size"]
-    assert {r.case["mode"] for r in run.where("step_s")} == ({"train"} if n == 1 else {"train", "no_sync"})
-    assert {(len(r.samples), r.case["batch_per_rank"]) for r in run.where("step_s")} == {(5, 64)}
-    assert [r.layout["rank"] for r in run.where("rank_step_s")] == list(range(n))
+    assert [r.case["rung"] for r in run.where("answer_s")] == list(timing.RUNGS)
+    assert not run.where("seen_share"), "a CPU has no queue"
     assert len(run.one("warm_up_s").samples) == run.one("warm_up_steps").value
-    assert run.one("step_flop").kind == "modelled" and run.one("step_flop").value > 0
-    assert set(timing.derived(run)) <= {r.metric for r in run}
-    assert ("sync_s" in timing.report(run)) == (n > 1)
+    assert len(run.one("step_s", mode="train", batch_per_rank=64).samples) == 6
+    assert run.one("step_flop").value > 0 and "DDP step on 2 ranks" in " ".join(timing.answer(run))
 
 
-def test_the_slowest_rank_is_the_jobs_time(run):
-    ranks = [r.samples for r in run.where("rank_step_s")]
-    assert run.one("step_s", mode="train").samples == tuple(map(max, zip(*ranks, strict=True)))
-
-
-def test_every_rung_of_the_loop_gives_an_answer(run):
-    answers, seen = run.where("answer_s"), run.where("seen_share")
-    assert [r.case["rung"] for r in answers] == list(RUNGS) and [r.case["way"] for r in seen] == list(WAITS)
-    kind = "modelled" if answers[0].layout["device"] == "cpu" else "measured"
-    assert {r.kind for r in answers + seen} == {kind}, "an emulated queue is no measurement of a device"
-
-
-def records(ranks=2, seconds=(1.0, 1.0, 1.0, 1.0, 2.0), alone=None, settled=True):
-    layout = {"world_size": ranks}
-
-    def make(metric, unit, samples, **case):
-        return Record("timing", metric, unit, samples, case=case, layout=layout)
-
-    found = [
-        make("step_s", "s", seconds, mode="train", batch_per_rank=10),
-        make("step_flop", "FLOP", (50.0,)),
-        make("peak_flop_s", "FLOP/s", (90.0, 100.0, 300.0)),
-        make("warm_up_s", "s", (9.0, 1.0, 1.0)),
-        make("warm_up_steps", "steps", (3,), settled=settled),
-    ]
-    return Records(found + ([make("step_s", "s", alone, mode="no_sync", batch_per_rank=10)] if alone else []))
-
-
-def test_report_by_hand():
-    found = timing.report(records())
-    assert found["step_s"].value == 1.0 and found["step_s"].high > 1.0
-    assert found["samples_per_s"].value == 20.0  # 2 ranks of 10 samples, in 1 s
-    assert found["mfu"].value == pytest.approx(0.5)  # 50 FLOP in 1 s, of 100 FLOP/s
-    assert found["iqr_share"] == 0.0 and found["p95_ratio"] == pytest.approx(1.8)
-    assert found["warm_up"] == "steady after 3 steps"
-    assert not {"sync_s", "sync_share", "mfu_datasheet"} & set(found)
-
-
-def test_one_rank_finishes_only_its_own_samples():
-    assert timing.report(records(ranks=1))["samples_per_s"].value == 10.0
-
-
-def test_synchronisation_is_a_difference_of_pairs():
-    found = timing.report(records(seconds=(4.0, 8.0, 4.0, 8.0, 4.0), alone=(3.0, 6.0, 3.0, 6.0, 3.0)))
-    assert found["sync_share"] == Estimate(0.25, 0.25, 0.25, 5, "1")
-    assert found["sync_s"].value == 1.0
-    negative = timing.report(records(seconds=(1.0, 1.0, 1.0, 1.0, 1.0), alone=(2.0, 1.0, 1.0, 1.0, 0.5)))
-    assert negative["sync_s"].value == 0.0 and negative["sync_s"].low < 0
-
-
-def test_predict_by_hand():
-    assert timing.predict(first_s=21.0, steady_s=1.0, data_s=0.5, steps=10) == pytest.approx(
-        {"as printed": 3.4, "data outside": 0.0, "synchronise": 3.0, "warm up": 1.0, "median of steps": 1.0}
+def records(**answers):
+    rows = {**dict.fromkeys(timing.RUNGS, 1.0), **{k.replace("_", " "): v for k, v in answers.items()}}
+    noise = (0.99, 1.0, 1.01, 1.0, 0.995, 1.005)
+    return Records(
+        Record("timing", "answer_s", "s", [s * k for k in noise], case={"rung": rung}) for rung, s in rows.items()
     )
+
+
+def test_the_largest_fault_is_found():
+    assert timing.largest_fault(records(as_printed=25.0, data_outside=24.0, synchronise=22.0)) == "warm up"
+    found = records(as_printed=3.0, data_outside=1.2, synchronise=1.2)
+    assert timing.largest_fault(found) == "data outside" and "is wrong" in timing.category(found)
+    assert timing.over_repaired(found)["as printed"].value == pytest.approx(3, rel=0.02)
 
 
 # -- a model of one's own
@@ -116,16 +120,45 @@ def own_on_meta():
 
 
 def test_flops_are_counted_on_a_real_pass_where_meta_cannot_be():
-    found = [
-        timing.step_flop(timing.Config(model=f"{__name__}:{name}", batch_size=16), torch.device("cpu"))
-        for name in ("own", "own_on_meta")
-    ]
+    found = [timing.step_flop(timing.Config(model=f"{__name__}:{name}", batch_size=16), CPU)
+             for name in ("own", "own_on_meta")]  # fmt: skip
     assert found == [2 * 2 * 16 * 8 * 4] * 2  # forward, and backward for the weight; the input needs no gradient
 
 
 def test_a_model_of_ones_own_gets_the_report_and_not_the_articles_loop():
-    run = launch("timing", nproc=2, model=f"{__name__}:own", batch_size=16, smoke=True, oversubscribe=True)
-    assert not run.where("answer_s") and run.one("samples_per_s").value > 0
+    run = launch("timing", nproc=1, model=f"{__name__}:own", batch_size=16, smoke=True)
+    assert not run.where("answer_s") and any("A training step takes" in line for line in timing.answer(run))
+
+
+# -- processes
+
+
+def broken():
+    def loss(output, target):
+        raise RuntimeError("no such loss\nand more lines")
+
+    return Workload(nn.Linear(2, 1), lambda n: (torch.zeros(n, 2), torch.zeros(n, 1)), loss)
+
+
+def lost():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless():
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [("broken", "RuntimeError: no such loss$"), ("lost", "died without a word"), ("endless", "no answer within 0.5 s")],
+)
+def test_what_goes_wrong_in_a_process_is_one_line_and_leaves_none(factory, words, monkeypatch):
+    monkeypatch.setattr(timing, "ANSWER_WITHIN_S", 0.5 if factory == "endless" else 60.0)
+    config = dataclasses.replace(timing.Config(smoke=True), model=f"{__name__}:{factory}")
+    with pytest.raises(RuntimeError, match=words) as e:
+        timing.one_answer(config, "synchronise", CPU)
+    assert "\n" not in str(e.value) and "(synchronise)" in str(e.value)
+    assert multiprocessing.active_children() == []
 
 
 # -- bad input
@@ -137,14 +170,6 @@ def raises():
     raise RuntimeError("no weights here\nand a second line")
 
 
-def leaves():
-    sys.exit(3)
-
-
-def nothing():
-    return None
-
-
 def frozen():
     return Workload(nn.Linear(8, 4).requires_grad_(False), rows, mse)
 
@@ -153,73 +178,34 @@ def detached():
     return Workload(nn.Linear(8, 4), rows, lambda output, y: mse(output.detach(), y))
 
 
-def not_a_number():
-    return Workload(nn.Linear(8, 4), rows, lambda output, y: mse(output, y) * float("nan"))
+def not_scalar():
+    return Workload(nn.Linear(8, 4), rows, lambda output, y: output)
 
 
 def fixed_batch():
     return Workload(nn.Linear(8, 4), lambda n: rows(64), mse)
 
 
-def a_dictionary():
-    return Workload(nn.Linear(8, 4), lambda n: ({"x": 1, "y": 2}, torch.zeros(n)), mse)
-
-
-def not_scalar():
-    return Workload(nn.Linear(8, 4), rows, lambda output, y: output)
-
-
-def hangs():
-    time.sleep(1000)
-
-
 FACTORIES = {
     "raises": "cannot be built: RuntimeError: no weights here and a second line",
-    "leaves": "cannot be built: SystemExit: 3",
-    "nothing": "it returned NoneType, not a labs.models.Workload",
     "frozen": "no parameter that requires a gradient",
     "detached": "its loss does not depend on a parameter",
-    "not_a_number": "its first loss is nan",
-    "a_dictionary": "returned dict and Tensor, two tensors are needed",
     "not_scalar": r"its loss has shape \(2, 4\), a scalar is needed",
     "fixed_batch": r"its make_batch\(2\) returned 64 rows and 64 targets",
-    "hangs": "no step within 0.3 s",
+    "endless": "no step within 0.3 s",
     "missing": "cannot be imported",
 }
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_a_factory_that_cannot_be_timed_is_refused_in_one_line(factory, monkeypatch):
-    monkeypatch.setattr(models, "STEP_LIMIT_S", 0.3 if factory == "hangs" else 60.0)
+    monkeypatch.setattr(models, "STEP_LIMIT_S", 0.3 if factory == "endless" else 60.0)
     with pytest.raises(BadInput, match=FACTORIES[factory]) as e:
         launch("timing", nproc=2, model=f"{__name__}:{factory}", oversubscribe=True)
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"rounds": -3}, "rounds must be at least 5"),
-        ({"loop_steps": 1}, "loop_steps must be at least 2"),
-        ({"least_s": float("nan")}, "least_s must be positive"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_starts(values, words):
-    with pytest.raises(BadInput, match=words) as e:
-        launch("timing", nproc=2, oversubscribe=True, **values)
-    assert "\n" not in str(e.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "as_rank",
-    [pytest.param(False, id="python -m"), pytest.param(True, id="under torchrun")],
-)
-def test_from_a_shell_bad_input_is_one_line_and_exit_code_2(as_rank):
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if as_rank else {}
-    command = [*PYTHON, "-m", "labs.timing", "--model", f"{__name__}:detached"]
-    environment = new_environment(**ranks)
-    environment["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "does not depend on a parameter" in done.stderr
+@pytest.mark.parametrize(("name", "value"), [("seconds", 0), ("seconds", float("nan"))])
+def test_bad_input_is_one_line_before_anything_starts(name, value):
+    with pytest.raises(BadInput, match=f"{name} must be more than 0"):
+        launch("timing", nproc=1, **{name: value})

@@ -1,4 +1,4 @@
-"""Busy time is not speed: the counters, the windows, and five jobs that prove it."""
+"""Busy time is not speed: the counters, the windows, and six jobs that prove it."""
 
 import time
 
@@ -9,11 +9,12 @@ from fakes import FakeNvml, card
 
 from labs import utilisation
 from labs.common.timing import busy
-from labs.common.timing.roofline import Work
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 
-ALL = ["large products", "small products", "memory traffic", "one number at a time", "waiting for data"]
+ALL = [
+    "large products", "small products", "memory traffic", "one number at a time", "waiting for data", "one long kernel",
+]  # fmt: skip
 HERE = "CPU time of the process"
 
 
@@ -24,15 +25,6 @@ def measured():
 @pytest.fixture(scope="module")
 def run():
     return measured()
-
-
-def test_predict_by_hand():
-    work = Work(flop=1000, bytes=200)
-    assert utilisation.predict(work, 1000, 1000) == (1.0, pytest.approx(1000))  # arithmetic limits: 1 s
-    assert utilisation.predict(work, 1000, 100) == (1.0, pytest.approx(500))  # memory limits: 2 s
-    assert utilisation.predict(work, 1000, 100, overhead_s=10) == (1.0, pytest.approx(100))
-    share, rate = utilisation.predict(work, 1000, 1000, wait_s=3)
-    assert (share, rate) == (pytest.approx(0.25), pytest.approx(250))
 
 
 def test_every_job_has_its_three_records(run):

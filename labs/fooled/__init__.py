@@ -27,7 +27,6 @@ from labs.common.data_parallel.training import train_step
 from labs.common.timing import probing
 from labs.common.timing.busy import counter_of
 from labs.common.timing.roofline import matmul_work, training_step_work
-from labs.common.timing.streams import open_stream
 from labs.fooled import learning as learning
 from labs.fooled import two_units
 from labs.fooled.best_of_many import best_against_median
@@ -40,6 +39,7 @@ from labs.fooled.neighbour import neighbour_on, one_after_the_other
 from labs.fooled.one_clock import one_clock_of_many
 from labs.fooled.other_size import rate_of_another_size
 from labs.fooled.single_pair import single_pair_decides
+from labs.fooled.streams import open_stream
 from labs.fooled.ways import WAYS, Way
 from labs.fooled.weak_as_strong import weak_told_as_strong
 from labs.kit import _compat, measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from labs.common.timing.streams import DeviceStream, EmulatedStream
+from labs.fooled.streams import DeviceStream, EmulatedStream
 
 
 def clock_stops_early(

@@ -89,7 +89,7 @@ class Results(record.Records):
 
 def _column(metric: str, unit: str) -> str:
     suffix = SUFFIXES.get(unit, f"_{unit}")
-    named = not suffix or suffix.strip("_") in metric.split("_") or metric.endswith(suffix)
+    named = not suffix or suffix.strip("_") in (metric, *metric.split("_")) or metric.endswith(suffix)
     return metric if named else metric + suffix
 
 

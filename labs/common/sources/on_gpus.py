@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from labs.kit.display import say
-from labs.kit.evidence import kept_of_gpus
 from labs.kit.record import Records, load, provenance_line
 
 RECORDS = Path(__file__).parents[3] / "records"
@@ -17,12 +16,6 @@ def runs(lab: str, folder: Path = RECORDS) -> list[Records]:
     """The recorded run of labs.<lab> on each machine with GPUs, in the order of the machines' folders."""
     found = (load(path) for path in sorted(folder.glob(f"*/{lab}.jsonl")))
     return [run for run in found if run[0].layout.get("device") == "cuda"]
-
-
-def of_claims(notebook: str, lab: str, folder: Path = RECORDS) -> list[Records]:
-    """What claims of `notebook` ("05") were judged by on each machine with GPUs, of labs.<lab> alone."""
-    found = (Records(r for r in evidence if r.lab == lab) for evidence in kept_of_gpus(notebook, folder))
-    return [run for run in found if len(run)]
 
 
 def told(found: list[Records], tell: Callable[[Records], str]) -> None:

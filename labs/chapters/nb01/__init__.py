@@ -1,1 +1,0 @@
-"""Notebook 01: figures, claims, exercises, solutions."""
