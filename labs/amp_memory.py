@@ -49,7 +49,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         trace = oracle.step(source, n, optimizer="adam", precision=name, target="cuda")
         peaks[name, n] = trace.peak, trace.peak_event.phase
         rank.progress(len(peaks), len(cases) // rank.world_size, f"{name}, {n} sequences")
-    for (name, n), (peak, phase) in sorted((item for part in rank.gather(peaks) for item in part.items())):
+    for (name, n), (peak, phase) in sorted(item for part in rank.gather(peaks) for item in part.items()):
         for category_, size in peak.items():
             case = {"format": name, "batch": n, "tokens": config.tokens, "category": category_, "phase": phase}
             yield rank.record("peak_bytes", "B", size, kind="modelled", **case)
@@ -70,7 +70,8 @@ def answer(records: Records) -> Iterator[str]:
     for (name, n), size in sorted(found.items(), key=lambda item: item[0][1]):
         if name != "fp32" and ("fp32", n) in found:
             full = found["fp32", n]
-            yield f"{n} sequences: {full / 1e9:.1f} GB in FP32, {size / 1e9:.1f} in {name.upper()}, {1 - size / full:.0%} less."
+            said = f"{full / 1e9:.1f} GB in FP32, {size / 1e9:.1f} in {name.upper()}, {1 - size / full:.0%} less"
+            yield f"{n} sequences: {said}."
 
 
 if __name__ == "__main__":

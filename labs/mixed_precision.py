@@ -3,7 +3,7 @@
     python -m labs.mixed_precision --nproc 1
     torchrun --nproc-per-node 1 -m labs.mixed_precision --models my_package.my_module:factory --formats bf16
 
-About 8 s on 2 CPU cores. All formats that the device has take turns: training steps of each model, then square matrix
+About 7 s on 2 CPU cores. All formats that the device has take turns: training steps of each model, then square matrix
 products by size, with matrices that are in 16 bits already and with FP32 matrices that autocast casts first.
 """
 
@@ -31,6 +31,8 @@ ROWS = {"cnn": 8, "char_gpt": 8}
 """Rows per step on a CPU; 64 of other models."""
 GPU_ROWS = 16
 """Times as many on a GPU, which a small batch leaves idle."""
+LEAST = 9
+"""Rounds, however slow the machine is: fewer make wide intervals."""
 MODELS_SHARE = 0.75
 """Of the time; the rest is for matrix products."""
 
@@ -40,15 +42,15 @@ class Config:
     """What to run in which formats, and for how long."""
 
     models: tuple[str, ...] = ("cnn", "char_gpt", "mlp")
-    """Of labs.models.MODELS, package.module:factory, or in a notebook functions that return a module."""
+    """Of labs.models.MODELS, or package.module:factory."""
     formats: tuple[Format, ...] = ()
     """By default all that the device has. fp32 is always among them."""
     batch_size: Annotated[int, Ge(0)] = 0
     """Rows per step; 0 takes 8 of the CNN and the GPT and 64 of other models, on a GPU 16 times as many."""
     sides: tuple[int, ...] = ()
-    """Sides of the square matrices; by default 128 and 512 on a CPU, 256 to 8192 on a GPU."""
-    seconds: Annotated[float, Gt(0)] = 5.0
-    """Time for all rounds, in s. A slower machine takes fewer rounds, at least 6, and has wider intervals."""
+    """Sides of the square matrices; by default 64 and 256 on a CPU, 256 to 8192 on a GPU."""
+    seconds: Annotated[float, Gt(0)] = 4.0
+    """Time for all rounds, in s. A slower machine takes fewer rounds, at least 9, and has wider intervals."""
     seed: int = 0
     """Seed of the models and of the data."""
     smoke: bool = False
@@ -99,7 +101,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def _models(config: Config, formats: list[Format], rank: Rank) -> Iterator[Record]:
-    rounds = 2 if config.smoke else measure.Budget(MODELS_SHARE * config.seconds / len(config.models))
+    rounds = 2 if config.smoke else measure.Budget(MODELS_SHARE * config.seconds / len(config.models), least=LEAST)
     for done, name in enumerate(config.models):
         rank.progress(done, len(config.models) + 1, name)
         workload = models.make(name, config.seed)
@@ -119,9 +121,9 @@ def _models(config: Config, formats: list[Format], rank: Rank) -> Iterator[Recor
 
 def _products(config: Config, formats: list[Format], rank: Rank) -> Iterator[Record]:
     rank.progress(len(config.models), len(config.models) + 1, "matrix products")
-    usual = (128, 512) if rank.device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192)
+    usual = (64, 256) if rank.device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192)
     sides = (64,) if config.smoke else config.sides or usual
-    rounds = 2 if config.smoke else measure.Budget((1 - MODELS_SHARE) * config.seconds / len(sides))
+    rounds = 2 if config.smoke else measure.Budget((1 - MODELS_SHARE) * config.seconds / len(sides), least=LEAST)
     for side in sides:
         with tf32(False):  # the products switch it as they need it; afterwards it is as it was
             found = interleaved(products(side, formats, rank.device), rounds, rank.device)

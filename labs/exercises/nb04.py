@@ -154,7 +154,9 @@ def _observed(answer: Answer, job: str) -> dict[str, Any]:
         "optimizer steps that scaler.step did not take": found["outside"],
         "optimizer steps": len(found["applied"]),
         "length of each step's gradient, right = 1": [round(float(a.norm() / b.norm()), 1) for a, b in steps],
-        "each step's gradient has the right direction": [float(a @ b) > 0.999 * float(a.norm() * b.norm()) for a, b in steps],
+        "each step's gradient has the right direction": [
+            float(a @ b) > 0.999 * float(a.norm() * b.norm()) for a, b in steps
+        ],
         "learning rate of each step, and after the last": found["rates"],
         "scale at the end": found["scale"],
         "skipped steps that you return": int(returned) if isinstance(returned, int | float | Tensor) else returned,
