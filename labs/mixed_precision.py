@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
 from labs.common import models
 from labs.common.precision.amp import impossible, precision, scaler, tf32, whole_batch_step
@@ -49,8 +49,10 @@ class Config:
     """Rows per step; 0 takes 8 of the CNN and the GPT and 64 of other models, on a GPU 16 times as many."""
     sides: tuple[int, ...] = ()
     """Sides of the square matrices; by default 64 and 256 on a CPU, 256 to 8192 on a GPU."""
-    seconds: Annotated[float, Gt(0)] = 4.0
+    seconds: float = 4.0
     """Time for all rounds, in s. A slower machine takes fewer rounds, at least 9, and has wider intervals."""
+    rounds: int | None = None
+    """Times that each format takes its turn; by default as many as fit into `seconds`."""
     seed: int = 0
     """Seed of the models and of the data."""
     smoke: bool = False
@@ -59,6 +61,7 @@ class Config:
     def __post_init__(self) -> None:
         require(bool(self.models), f"models must name some of {', '.join(models.MODELS)}")
         require(min(self.sides, default=1) >= 1, "sides must be at least 1")
+        measure.require_budget(self.seconds, self.rounds, least=2)
         models.require_known(*self.models, option="models")
 
 
@@ -100,8 +103,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     rank.barrier()
 
 
+def rounds_of(config: Config, part: float) -> int | measure.Budget:
+    """2 in a smoke run, `config.rounds` if given, otherwise what fits into this `part` of the seconds."""
+    return 2 if config.smoke else config.rounds or measure.Budget(part * config.seconds, least=LEAST)
+
+
 def _models(config: Config, formats: list[Format], rank: Rank) -> Iterator[Record]:
-    rounds = 2 if config.smoke else measure.Budget(MODELS_SHARE * config.seconds / len(config.models), least=LEAST)
+    rounds = rounds_of(config, MODELS_SHARE / len(config.models))
     for done, name in enumerate(config.models):
         rank.progress(done, len(config.models) + 1, name)
         workload = models.make(name, config.seed)
@@ -123,7 +131,7 @@ def _products(config: Config, formats: list[Format], rank: Rank) -> Iterator[Rec
     rank.progress(len(config.models), len(config.models) + 1, "matrix products")
     usual = (64, 256) if rank.device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192)
     sides = (64,) if config.smoke else config.sides or usual
-    rounds = 2 if config.smoke else measure.Budget((1 - MODELS_SHARE) * config.seconds / len(sides), least=LEAST)
+    rounds = rounds_of(config, (1 - MODELS_SHARE) / len(sides))
     for side in sides:
         with tf32(False):  # the products switch it as they need it; afterwards it is as it was
             found = interleaved(products(side, formats, rank.device), rounds, rank.device)
