@@ -34,7 +34,7 @@ class Config:
     tokens: Annotated[int, Interval(ge=8, le=512)] = 512
     """Tokens per sequence."""
     smoke: bool = False
-    """A small BERT, and two batches."""
+    """A small BERT."""
 
     def __post_init__(self) -> None:
         require(min(self.batches, default=0) >= 1, f"batches must hold positive numbers, not {self.batches}")
@@ -43,7 +43,7 @@ class Config:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The peak of each step by category, the steps shared out over the ranks."""
     source = tiny_bert if config.smoke else functools.partial(bert, seq=config.tokens)
-    cases = [(name, n) for n in config.batches[: 2 if config.smoke else None] for name in config.formats]
+    cases = [(name, n) for n in config.batches for name in config.formats]
     peaks = {}
     for name, n in cases[rank.rank :: rank.world_size]:
         trace = oracle.step(source, n, optimizer="adam", precision=name, target="cuda")
