@@ -177,7 +177,7 @@ def _cases(batches: list[list[tuple[Tensor, Tensor]]], config: Config, rank: Ran
         signs = {
             "steps taken": len(seen.skipped) - sum(seen.skipped),
             "scale at the end": seen.scale[-1],
-            "norm that clipping saw, FP32 = 1": median(finite) / median(norms) if finite else 0.0,
+            "norm that clipping saw, FP32 = 1": median(finite) / median(norms) if finite else 1e9,
             "distance moved, FP32 = 1": _number(moved.norm() / way.norm()),
             "learning rate at the end": seen.lr,
             "warnings": seen.warned,

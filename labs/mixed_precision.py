@@ -18,7 +18,7 @@ import torch
 from annotated_types import Ge
 
 from labs.common import models
-from labs.common.precision.amp import impossible, precision, scaler, tf32, whole_batch_step
+from labs.common.precision.amp import impossible, scaler, tf32, whole_batch_step
 from labs.common.timing import probing
 from labs.kit import cli, measure
 from labs.kit.errors import require
@@ -80,15 +80,11 @@ def training_step(workload: models.Workload, name: Format, batch: tuple, device:
 
 
 def products(side: int, formats: list[Format], device: torch.device) -> dict[tuple[Format, bool], Callable[[], object]]:
-    """A product of two square matrices by (format, casts): with casts, autocast gets FP32 matrices."""
+    """A product of two square matrices by (format, casts): with casts, from FP32 matrices, as autocast does it."""
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
-
-    def with_casts(name: Format) -> object:
-        with precision(name, device):
-            return a @ b
-
     steps = {(f, False): probing.matmul_step(f, side, device) for f in formats}
-    return steps | {(f, True): lambda f=f: with_casts(f) for f in formats if f in ("bf16", "fp16")}
+    lowered = {f: probing.DTYPES[f] for f in formats if f in ("bf16", "fp16")}
+    return steps | {(f, True): lambda t=t: a.to(t) @ b.to(t) for f, t in lowered.items()}
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:

@@ -40,7 +40,7 @@ def train_epoch(
         for x, y in group:
             x, y = x.to(device), y.to(device)
             with torch.autocast(device.type, dtype):
-                loss = loss_fn(model(x), y) * (len(x) / rows)
+                loss = loss_fn(model(x).float(), y) * (len(x) / rows)
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), max_norm)
