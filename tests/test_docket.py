@@ -80,10 +80,10 @@ def test_what_decides_is_found_by_leaving_out(monkeypatch):
 
 
 def test_a_launch_is_called_again_as_it_was():
-    configured = record(lab="amp_training", loss_exponents=[0, -14], smoke=False, ranks=4)
+    configured = record(lab="amp_training", rows=[8, 32], smoke=False, ranks=4)
     call = evidence.call_of(Records([configured]))
-    assert call.parameters == {"loss_exponents": (0, -14)} and call.nproc == 4
-    assert str(call) == 'launch("amp_training", nproc=4, loss_exponents=(0, -14))'
+    assert call.parameters == {"rows": (8, 32)} and call.nproc == 4
+    assert str(call) == 'launch("amp_training", nproc=4, rows=(8, 32))'
     with pytest.raises(BadInput, match="no_such_lab"):
         evidence.call_of(Records([record(lab="no_such_lab")]))
 

@@ -1,159 +1,170 @@
-"""What the lab counts agrees with hand counts, and bad input is one line."""
+"""The experiments of notebook 04: what they count, and what they make of a record."""
+
+import functools
+import math
 
 import pytest
 import torch
-from torch import nn
 
-from labs import mixed_precision
-from labs.common import models
-from labs.common.memory.activation_bytes import activation_bytes
-from labs.common.models import Workload
+from labs import amp_memory, amp_training, autocast_ops, loss_scaling, mixed_precision
+from labs.common import oracle
+from labs.common.models.large_models import bert, tiny_bert
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.notebook import recorded
 from labs.kit.record import Record, Records
-from labs.mixed_precision import amp_effects, amp_report, matmul_ladder
 
-mse = nn.functional.mse_loss
-
-
-# -- bytes that are saved
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "char_gpt"])
-def test_in_fp32_the_count_is_that_of_activation_bytes(name):
-    workload = models.make(name)
-    x, y = workload.make_batch(4)
-    assert amp_effects.saved_bytes(workload, x, y, "fp32") == (activation_bytes(workload, x, y), 0)
-
-
-@pytest.mark.parametrize("rows", [1, 64])
-def test_saved_bytes_by_hand(rows):
-    """Per row 1024 inputs, 512 and 256 outputs of ReLU in 2 B; log-probabilities and loss in 4 B, a label in 8 B.
-
-    Backward needs the copies of the second and the third weight: the first layer's input needs no gradient.
-    """
-    workload = models.make("mlp")
-    total, copies = amp_effects.saved_bytes(workload, *workload.make_batch(rows), "bf16")
-    assert copies == 2 * (512 * 256 + 256 * 10)
-    assert total - copies == rows * (2 * (1024 + 512 + 256) + 4 * 10 + 8) + 4
-
-
-def test_weight_copies_do_not_grow_with_the_batch():
-    workload = models.make("cnn")
-    found = [amp_effects.saved_bytes(workload, *workload.make_batch(rows), "fp16") for rows in (2, 8)]
-    assert found[0][1] == found[1][1] > 0 and found[0][0] < found[1][0]
-
-
-# -- reading records
-
-
-def step(samples, **case):
-    return Record("mixed_precision", "step_s", "s", samples, case=case)
-
-
-def test_speed_ups_are_paired():
-    records = Records(
-        [
-            step((1.0, 10.0), model="mlp", precision="fp32"),
-            step((0.5, 5.0), model="mlp", precision="bf16"),
-            step((2.0, 20.0), model="mlp", precision="fp16"),
-            step((9.0,), part="matmul", precision="fp32"),
-        ]
-    )
-    found = amp_report.speed_ups(records)
-    assert {key: e.value for key, e in found.items()} == {("mlp", "bf16"): 2.0, ("mlp", "fp16"): 0.5}
-
-
-def test_ladder_and_crossing():
-    def rung(side, bf16):
-        case = {"part": "matmul", "side": side, "casts": False}
-        return [step((1.0, 1.0), precision="fp32", **case), step(bf16, precision="bf16", **case)]
-
-    found = matmul_ladder.ladder(Records(rung(32, (2.0, 2.0)) + rung(64, (0.5, 0.5)) + rung(128, (0.2, 0.4))), "bf16")
-    assert [found[n].value for n in (32, 64)] == [0.5, 2.0] and matmul_ladder.crossing(found) == 64
-    assert matmul_ladder.crossing({32: found[64], 64: found[32]}) is None  # faster only while small
-    assert matmul_ladder.crossing({}) is None
-
-
-# -- the lab
+LABS = [amp_memory, amp_training, autocast_ops, loss_scaling, mixed_precision]
 
 
 @pytest.fixture(scope="module")
-def run():
-    return launch("mixed_precision", nproc=1, smoke=True)
+def smoke():
+    names = [lab.__name__.removeprefix("labs.") for lab in LABS]
+    return {name: launch(name, 1 + (name == "amp_training"), smoke=True, oversubscribe=True) for name in names}
 
 
-def test_every_model_has_every_format(run):
-    formats = {"fp32", "bf16", "fp16"}
-    for metric in ("step_s", "saved_bytes", "weight_copy_bytes"):
-        found = [r for r in run.where(metric) if "model" in r.case]
-        assert {(r.case["model"], r.case["precision"]) for r in found} == {
-            (m, f) for m in ("cnn", "char_gpt", mixed_precision.EAGER_GPT, "mlp") for f in formats
-        }
-    products = run.where("step_s", part="matmul")
-    assert {(r.case["side"], r.case["precision"], r.case["casts"]) for r in products} == {
-        (n, f, c) for n in (32, 64) for f in formats for c in (False, True) if not (c and f == "fp32")
-    }
-    assert set(matmul_ladder.ladder(run, "bf16")) == {32, 64}
-    assert len(amp_report.speed_ups(run)) == 8
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.__name__)
+def test_an_answer_follows_from_a_smoke_run(smoke, lab):
+    run = smoke[lab.__name__.removeprefix("labs.")]
+    assert all(sentence.endswith(".") for sentence in lab.answer(run))
+    if hasattr(lab, "category"):
+        assert isinstance(lab.category(run), str)
 
 
-def test_the_answer_has_every_model_and_turns_with_the_records(run):
-    told = " ".join(mixed_precision.answer(run))
-    assert "char_gpt_eager" in told and "% more bytes for backward" in told and "tried up to 64" in told
-    product = {"part": "matmul", "side": 64}
-    fast = [
-        Record("m", "step_s", "s", samples, case={**product, "precision": f, "casts": f != "fp32"})
-        for f, samples in (("fp32", (4.0,) * 8), ("bf16", (1.0,) * 8))
-    ]
-    assert "faster in BF16 from side 64 on" in " ".join(mixed_precision.answer(Records(fast)))
-    slow = Records([fast[0], Record("m", "step_s", "s", (9.0,) * 8, case=fast[1].case)])
-    assert "faster in BF16 at no size" in " ".join(mixed_precision.answer(slow))
+def test_a_gradient_is_counted_where_its_size_is():
+    g = torch.tensor([0.0, 2.0**-24, -(2.0**-24) * 1.5, 1.0, 2.0**-70, 2.0**20])
+    counts = amp_training.exponent_counts(g.double())
+    assert counts[-24 - amp_training.LOWEST] == 2 and counts[-amp_training.LOWEST] == 1
+    assert counts[0] == counts[-1] == 1 and sum(counts) == 5, "zeros don't count, what is beyond does"
 
 
-def test_attention_written_out_is_the_same_attention():
-    x = torch.randint(80, (2, 64))
-    outputs = [models.make(name).module(x) for name in ("char_gpt", mixed_precision.EAGER_GPT)]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+def test_a_scaled_gradient_is_divided_again(smoke):
+    errors = amp_training.errors(smoke["amp_training"])
+    assert all(error < 0.05 for error in errors.values())
+    assert errors[512, amp_training.SCALED] < errors[512, amp_training.BF16]
 
 
-def test_autocast_keeps_fewer_bytes_only_where_activations_rule(run):
-    """At 2 rows the perceptron's weight copies are more than its activations save."""
-    shares = amp_report.saved_shares(run)
-    assert shares["mlp", "bf16"] < 0 < shares["char_gpt", "bf16"] < 0.5
-    assert {shares[m, "fp32"] for m in ("mlp", "cnn")} == {0.0}
-
-
-def test_what_is_too_slow_is_left_out_and_recorded():
-    run = launch("mixed_precision", nproc=1, smoke=True, models=("mlp",), sides=(64, 32, 4096), budget_s=1e-9)
-    assert {r.case["precision"] for r in run.where("step_s", model="mlp")} == {"fp32"}
-    left_out = run.where("skipped_step_s")
-    assert [r.case["precision"] for r in left_out if "model" in r.case] == ["bf16", "fp16"]
-    assert {r.case["side"] for r in run.where("step_s", part="matmul")} == {32}  # a smoke run takes the smallest two
-    assert {r.case["side"] for r in left_out if "side" in r.case} == {64}
-    assert all(r.kind == "modelled" and "budget" in r.case["why"] for r in left_out)
-
-
-def test_other_ranks_wait():
-    run = launch("mixed_precision", nproc=2, smoke=True, oversubscribe=True, models=("mlp",), formats=("bf16",))
-    assert {r.case["precision"] for r in run.where("step_s")} == {"fp32", "bf16"}
-    assert {r.layout["rank"] for r in run} == {0}
-
-
-def halves():
-    return Workload(nn.Linear(4, 4).bfloat16(), lambda n: (torch.randn(n, 4).bfloat16(), torch.randn(n, 4)), mse)
+def gradient_records(plain, apart):
+    return Records(
+        [
+            Record("amp_training", "gradient_error", "1", [e], case={"tokens": 512, "way": way})
+            for way, e in ((amp_training.UNSCALED, plain), (amp_training.SCALED, 0.001), (amp_training.BF16, 0.01))
+        ]
+        + [
+            Record("amp_training", "held_out_loss", "nats", [3.0 + d, 3.1 + d], case={"way": way})
+            for way, d in (("FP32", 0.0), (amp_training.UNSCALED, apart))
+        ]
+    )
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("plain", "apart", "category"),
     [
-        ({"models": (f"{__name__}:halves",)}, "has bfloat16 parameters: give it float32 ones"),
-        ({"formats": ("fp8",)}, "formats may hold fp32, tf32, bf16, fp16, not fp8"),
-        ({"formats": ("tf32",)}, "this cpu does not support tf32: take formats of fp32, bf16, fp16"),
-        ({"sides": (64, 0)}, "sides must be at least 1"),
+        (0.07, 0.001, "worse, the short runs show nothing"),
+        (0.002, 0.001, "as good, the short runs show nothing"),
+        (0.07, 0.5, "worse, the short runs show it"),
     ],
 )
-def test_bad_input_is_one_line(values, words):
-    with pytest.raises(BadInput, match=words) as e:
-        launch("mixed_precision", nproc=1, device="cpu", **values)
-    assert "\n" not in str(e.value)
+def test_the_round_decides(plain, apart, category):
+    assert amp_training.category(gradient_records(plain, apart)) == category
+
+
+def test_each_mistake_leaves_its_sign(smoke):
+    run = smoke["loss_scaling"]
+    signs = {(r.case["case"], r.case["sign"]): r.value for r in run.where("count")}
+    assert loss_scaling.category(run) == "only the right one trains as FP32"
+    assert signs["right", "norm that clipping saw, FP32 = 1"] == pytest.approx(1, abs=0.01)
+    assert signs["clip before unscale_", "norm that clipping saw, FP32 = 1"] > 1000
+    assert signs["unscale_ per micro-batch", "norm that clipping saw, FP32 = 1"] < 0.9
+    for case in ("new scaler every step", "no zero_grad"):
+        assert signs[case, "steps taken"] == 0
+    assert signs["new scaler every step", "scale at the end"] == loss_scaling.Config().init_scale
+    assert signs["no zero_grad", "scale at the end"] < 2.0**6
+    assert signs["scheduler always", "learning rate at the end"] == 0 < signs["right", "learning rate at the end"]
+    assert signs["optimizer.step", "distance moved, FP32 = 1"] == 1e9
+
+
+def test_the_scale_halves_after_a_skipped_step_and_doubles_after_six_good_ones(smoke):
+    run, good = smoke["loss_scaling"], 0
+    scale, skipped = (run.one(metric, case="right").samples for metric in ("scale", "skipped"))
+    for now, then, was_skipped in zip(scale, scale[1:], skipped, strict=False):
+        good = 0 if was_skipped else good + 1
+        assert then == now * (0.5 if was_skipped else 2.0 if good == 6 else 1.0)
+        good %= 6
+
+
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+HAS_KEY = {
+    "linear": "linear",
+    "conv2d": "conv2d",
+    "softmax": "softmax.int",
+    "log_softmax": "log_softmax.int",
+    "log_softmax inside cross_entropy": "cross_entropy_loss",
+    "layer_norm": "layer_norm",
+    "sum": "sum",
+    "exp": "exp",
+    "gelu": "gelu",
+    "add": "add.Tensor",
+    "mse_loss": "mse_loss",
+    "binary_cross_entropy": "binary_cross_entropy",
+}
+
+
+def test_an_operation_follows_its_input_where_the_dispatcher_has_no_kernel_for_autocast(smoke):
+    """torch's own table says whether there is a rule; the lab finds it, and which one, by running the operation."""
+    rules = {(r.case["op"], r.case["device"]): r.case["runs_in"] for r in smoke["autocast_ops"].where("rule")}
+    for op, name in HAS_KEY.items():
+        for device, key in KEYS.items():
+            has_rule = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+            assert has_rule == (rules[op, device] != autocast_ops.FOLLOWS), (op, device)
+    assert rules["binary_cross_entropy", "cuda"] == autocast_ops.REFUSED
+    assert rules["cross_entropy", "cuda"] == rules["log_softmax inside cross_entropy", "cpu"] == autocast_ops.RAISED
+
+
+def test_the_peak_is_that_of_the_oracle(smoke):
+    """Notebooks 04 and 05 ask the same function about the same model."""
+    for (name, rows), size in amp_memory.peaks(smoke["amp_memory"]).items():
+        assert size == oracle.step(tiny_bert, rows, optimizer="adam", precision=name, target="cuda").peak_bytes
+    whole = launch("amp_memory", 1, formats=("fp32",), batches=(10,), oversubscribe=True)
+    trace = oracle.step(functools.partial(bert, seq=512), 10, optimizer="adam", precision="fp32", target="cuda")
+    assert amp_memory.peaks(whole) == {("fp32", 10): trace.peak_bytes}
+
+
+def test_the_peak_agrees_with_what_the_h200_allocated():
+    run = recorded("memory_oracle")
+    same = {"model": "bert_large", "policy": "none", "set_to_none": True, "batch": 16}
+    traced = oracle.step(bert, 16, optimizer="adam", target="cuda").peak_bytes
+    assert traced == sum(r.value for r in run.where("peak_bytes", **same))
+    assert math.isclose(traced, run.one("allocated_bytes", **same).value, rel_tol=0.01)
+
+
+def test_the_recorded_gpu_lost_with_small_models_and_won_with_large_products():
+    run = recorded("mixed_precision")
+    speeds = mixed_precision.speedups(run)
+    assert {model for model, _ in speeds} == {"cnn", "char_gpt", "char_gpt_eager", "mlp"}
+    assert all(s.high < 1 for (_, name), s in speeds.items() if name in ("bf16", "fp16"))
+    assert mixed_precision.category(run) == "slower"
+    products = mixed_precision.product_speedups(run, "bf16", casts=True)
+    assert products[512].high < 1 < products[1024].low < products[8192].low
+
+
+def test_formats_are_those_of_the_device():
+    values = {"smoke": True, "models": ("mlp",), "device": "cpu", "oversubscribe": True}
+    run = launch("mixed_precision", 1, formats=("bf16",), **values)
+    assert {r.case["precision"] for r in run.where("step_s")} == {"fp32", "bf16"}
+    with pytest.raises(BadInput, match="does not support tf32"):
+        launch("mixed_precision", 1, formats=("tf32",), **values)
+
+
+@pytest.mark.parametrize(
+    ("lab", "values", "words"),
+    [
+        ("amp_training", {"rows": (8, 0)}, "rows must hold positive numbers"),
+        ("loss_scaling", {"cases": ("no zero_grad",)}, "cases must begin with right"),
+        ("amp_memory", {"batches": (0,)}, "batches must hold positive numbers"),
+        ("mixed_precision", {"models": ()}, "models must name"),
+    ],
+)
+def test_bad_input_is_refused(lab, values, words):
+    with pytest.raises(BadInput, match=words):
+        launch(lab, 1, **values)

@@ -1,5 +1,0 @@
-"""python -m labs.amp_training"""
-
-from labs.kit import cli
-
-cli.main()

@@ -1,1 +1,0 @@
-"""Notebook 04: figures, claims, exercises, solutions."""

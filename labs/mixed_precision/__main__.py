@@ -1,5 +1,0 @@
-"""python -m labs.mixed_precision"""
-
-from labs.kit import cli
-
-cli.main()
