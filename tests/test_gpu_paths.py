@@ -69,7 +69,7 @@ def test_what_starts_a_second_process_on_an_exclusive_gpu_says_so_before(monkeyp
 
 def test_the_ranks_of_a_restart_run_where_the_lab_does():
     def device(rank):
-        arguments = elastic_restart._arguments(elastic_restart.RUNS[0], elastic_restart.Config(), rank)
+        arguments = elastic_restart._arguments(elastic_restart.RUNS["uninterrupted"], elastic_restart.Config(), rank)
         return arguments[arguments.index("--device") + 1]
 
     assert device(on("cpu")) == "cpu" and device(on(GPU)) == "auto"
