@@ -48,7 +48,7 @@ class Config:
     """deep_mlp, one of labs.models.MODELS, or package.module:factory."""
     batch: Annotated[int, Ge(1)] = 256
     """Rows of a step."""
-    rounds: Annotated[int, Ge(2)] = 15
+    rounds: Annotated[int, Ge(2)] = 12
     """Times that each policy takes its turn."""
     seed: int = 0
     """Seed of the model, the data and dropout."""
@@ -168,13 +168,17 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def price(records: Records, policy: str) -> measure.Estimate:
     """Seconds of a step with this policy over one without, round by round."""
-    step_s = {r.case["policy"]: r.samples for r in records.where("step_s")}
+    step_s = {r.case["policy"]: r.samples for r in records.where("step_s", part="pareto")}
     return measure.paired_ratio(step_s[policy], step_s["none"])
 
 
 def finest(records: Records) -> str:
     """The policy that recomputes each block by itself."""
-    return [r.case["policy"] for r in records.where("step_s") if r.case["policy"].startswith(("segments", "block"))][-1]
+    return [
+        r.case["policy"]
+        for r in records.where("step_s", part="pareto")
+        if r.case["policy"].startswith(("segments", "block"))
+    ][-1]
 
 
 def category(records: Records) -> str:

@@ -50,7 +50,7 @@ class Config:
     """Tokens of a sequence."""
     batch: Annotated[int, Ge(4)] = 8
     """Sequences of a step."""
-    rounds: Annotated[int, Ge(6)] = 15
+    rounds: Annotated[int, Ge(6)] = 12
     """Times that each way takes its turn."""
     seed: int = 0
     """Seed of the model and the data."""

@@ -93,7 +93,7 @@ class Config:
     """How to save, and how often to kill."""
 
     ways: Annotated[tuple[str, ...], MinLen(1)] = ("onto the old file", "beside it")
-    """onto the old file, beside it (then renamed), or labs.common.checkpoints (with a checksum, the last three kept)."""
+    """onto the old file, beside it (then renamed), or labs.common.checkpoints (which adds a checksum)."""
     kills: Annotated[int, Ge(1)] | None = None
     """Writers killed for each way; by default 30 to 100, as there is time."""
     size_bytes: Annotated[int, Ge(2**12)] = 2**18

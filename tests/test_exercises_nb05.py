@@ -61,11 +61,15 @@ def measure_by_steps(blocks, x, y, recompute):
     """The fastest of four steps; bytes from the last one."""
     times, total = [], 0
     own = {p.data_ptr() for b in blocks for p in b.parameters()}
+    kept = {}
+
+    def pack(t):
+        kept.setdefault(t.untyped_storage().data_ptr(), t)
+        return t
+
     for _ in range(4):
-        kept = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (kept.setdefault(t.untyped_storage().data_ptr(), t), t)[1], lambda t: t
-        ):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             start, out = time.perf_counter(), x
             for b in blocks:
                 out = checkpoint(b, out, use_reentrant=False) if recompute else b(out)

@@ -17,7 +17,6 @@ from speeds import besides
 from labs.chapters.nb01 import explorer as nb01
 from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb04 import explorer as nb04
-from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
@@ -31,7 +30,6 @@ EXPLORERS = {
     "batch": nb01.batch,
     "workers": nb02.workers,
     "memory_formats": nb04.memory,
-    "memory_policies": nb05.memory,
     "pipeline": nb06.pipeline,
     "slow_link": nb07.step,
     "scale": nb08.scale,

@@ -10,14 +10,13 @@ import pytest
 import torch
 from fakes import FakeNvml, card
 
-from labs import elastic_restart
-from labs.common.oracle.reality import of_allocator
+from labs import elastic_restart, memory_oracle
+from labs.common.oracle.reality import Measured, of_allocator
 from labs.common.timing import benchmark_loop
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank, same_bits, same_bits_every_time
-from labs.memory_oracle import records as oracle_records
 
 ROOT = Path(__file__).parents[1]
 REPORT = nvml.report
@@ -108,17 +107,18 @@ def test_a_gpus_peak_is_what_was_asked_for_less_what_was_there():
     assert found.tensor_bytes is None
 
 
-def test_large_models_run_on_a_gpu_while_there_is_room_and_time(monkeypatch):
-    monkeypatch.setattr(oracle_records, "_free_bytes", lambda device: 1000)
-    monkeypatch.setattr(oracle_records.Steps, "real_s", 0.0)
-    steps = oracle_records.Steps.__new__(oracle_records.Steps)
-    steps.rank = on(GPU)
-    small, large = SimpleNamespace(peak_bytes=100), SimpleNamespace(peak_bytes=990)
-    assert steps._may_run(small) and not steps._may_run(large)
-    monkeypatch.setattr(oracle_records.Steps, "real_s", oracle_records.GPU_BUDGET_S)
-    assert not steps._may_run(small)
-    steps.rank = on("cpu")
-    assert not steps._may_run(small)
+def test_a_large_model_runs_on_a_gpu_where_there_is_room(monkeypatch):
+    rank = SimpleNamespace(device=torch.device("cuda"), record=lambda metric, unit, value, **case: (metric, value))
+    trace = memory_oracle.oracle.step("mlp", 8, target="cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        memory_oracle.oracle, "measured", lambda *args, **given: Measured(trace.peak_bytes + 100, None, 2000, 3000)
+    )
+    for room, ran in ((1.1, False), (1.3, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, room=room: (room * trace.peak_bytes, 10**9))
+        found = dict(memory_oracle._real_step(rank, "mlp", "mlp", 0, 8, optimizer="sgd", policy="none"))
+        assert ("measured_bytes" in found) == ran
+    assert found["measured_bytes"] == trace.peak_bytes + 100 and found["reserved_bytes"] == 3000
 
 
 def gathered_alike():
