@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge
 
 from labs.common import models, oracle
 from labs.common.models.large_models import bert, resnet
 from labs.kit import cli
-from labs.kit.errors import BadInput
+from labs.kit.errors import BadInput, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
@@ -49,16 +49,18 @@ class Config:
     """AdamW, AdamW(fused=True), or SGD with or without momentum."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """16-bit formats by autocast."""
-    policies: Annotated[tuple[str, ...], MinLen(1)] = ("none", "block")
+    policies: tuple[str, ...] = ("none", "block")
     """What is recomputed in backward: none, block, stage, segments:4 (or another number), selective."""
     micro_batches: Annotated[int, Ge(1)] = 1
     """Parts of the batch whose gradients are added up."""
-    memory_gb: Annotated[float, Gt(0)] | None = None
+    memory_gb: float | None = None
     """Look for the largest batch that fits in so many GB of 10^9 bytes."""
     smoke: bool = False
     """Short sequences, and nothing recomputed."""
 
     def __post_init__(self) -> None:
+        require(len(self.policies) > 0, "policies must name one at least, such as none")
+        require(self.memory_gb is None or self.memory_gb > 0, f"memory_gb must be above 0, not {self.memory_gb}")
         models.require_known(self.model, besides=(BERT,))
         if self.model == BERT and self.tokens > 512:
             raise BadInput(f"tokens must be at most 512, BERT's longest sequence, not {self.tokens}")

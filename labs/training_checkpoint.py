@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from labs.common.checkpoints.files import Damaged, load_latest, save
@@ -92,9 +92,9 @@ WAYS = {
 class Config:
     """How to save, and how often to kill."""
 
-    ways: Annotated[tuple[str, ...], MinLen(1)] = ("onto the old file", "beside it")
+    ways: tuple[str, ...] = ("onto the old file", "beside it")
     """onto the old file, beside it (then renamed), or labs.common.checkpoints (which adds a checksum)."""
-    kills: Annotated[int, Ge(1)] | None = None
+    kills: int | None = None
     """Writers killed for each way; by default 30 to 100, as there is time."""
     size_bytes: Annotated[int, Ge(2**12)] = 2**18
     """Size of a checkpoint."""
@@ -108,7 +108,8 @@ class Config:
     """Three kills."""
 
     def __post_init__(self) -> None:
-        require(set(self.ways) <= set(WAYS), f"ways must be of {', '.join(WAYS)}")
+        require(self.kills is None or self.kills >= 1, f"kills must be at least 1, not {self.kills}")
+        require(len(self.ways) > 0 and set(self.ways) <= set(WAYS), f"ways must be of {', '.join(WAYS)}")
         require(not self.folder or Path(self.folder).is_dir(), f"{self.folder} is not a folder: make it first")
 
 

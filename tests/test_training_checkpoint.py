@@ -43,7 +43,7 @@ def test_a_mixture_of_two_saves_is_seen():
 @pytest.mark.parametrize("values", [{"ways": ("hope",)}, {"ways": ()}, {"kills": 0}, {"folder": "/nowhere"}])
 def test_bad_input_of_the_lab(values):
     with pytest.raises(BadInput, match=next(iter(values)) if "folder" not in values else "not a folder"):
-        training_checkpoint.Config(**values)
+        launch("training_checkpoint", 1, **values)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), None])

@@ -52,13 +52,13 @@ class Config:
 
     runs: tuple[str, ...] = tuple(RUNS)
     """What to run; the uninterrupted run comes first, and the others are compared with it."""
-    epochs: Annotated[int, Ge(1)] = 2
+    epochs: int = 2
     """Passes over the images."""
     samples: Annotated[int, Le(10_000)] = 1024
     """Fashion-MNIST images that are used."""
-    batch_size: Annotated[int, Ge(1)] = 32
+    batch_size: int = 32
     """Images per rank and step."""
-    save_every: Annotated[int, Ge(1)] = 5
+    save_every: int = 5
     """Steps between two checkpoints."""
     kill_at_step: int = 23
     """Rank 1 is killed before this step; rank 0 in its first save from there on."""
@@ -69,6 +69,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require(set(self.runs) <= set(RUNS), f"runs must be of {', '.join(RUNS)}")
+        for name in ("epochs", "batch_size", "save_every"):  # before `steps` divides by them
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.runs[:1] == ("uninterrupted",), "runs must begin with uninterrupted")
         steps = self.steps
         require(steps >= 1, f"samples must be at least {RANKS * self.batch_size} (batch_size x {RANKS} ranks)")
