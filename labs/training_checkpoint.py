@@ -98,7 +98,7 @@ class Config:
     """Writers killed for each way; by default 30 to 100, as there is time."""
     size_bytes: Annotated[int, Ge(2**12)] = 2**18
     """Size of a checkpoint."""
-    seconds: Annotated[float, Gt(0)] = 7.0
+    time_s: Annotated[float, Gt(0)] = 7.0
     """Time for all kills, in s."""
     folder: str = ""
     """A folder on the disk to try; empty is the system's folder for temporary files."""
@@ -128,7 +128,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             rank.progress(done, len(config.ways), way)
             (place := folder / str(done)).mkdir()
             killed = kills(WAYS[way], place, config.kills or MOST_KILLS, config.size_bytes, config.seed)
-            time_left = measure.Budget(config.seconds / len(config.ways), least=LEAST_KILLS, most=MOST_KILLS)
+            time_left = measure.Budget(config.time_s / len(config.ways), least=LEAST_KILLS, most=MOST_KILLS)
             found = [k for k in measure.within(killed, config.kills or time_left) if k.saving]
             yield rank.record("kill_moment", "save times", [k.moment for k in found] or [0.0], rank=0, way=way)
             yield rank.record("lost", "1", [float(k.lost) for k in found] or [0.0], rank=0, way=way)
