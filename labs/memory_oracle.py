@@ -91,6 +91,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         model = oracle.Model(config.source, policy=policy, target="cuda", **target)
         trace = model.step(config.batch)
         case = {"part": "model", "model": config.model, "seq": seq, "batch": config.batch, "policy": policy, **target}
+        case |= {"set_to_none": True}
         yield from _peak(rank, trace, case)
         yield from _timeline(rank, trace, case)
         if policy == config.policies[0]:
@@ -98,6 +99,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         if config.memory_gb:
             found = oracle.largest_batch(model, config.memory_gb * 1e9)
             yield rank.record("largest_batch", "1", found.rows, kind="modelled", memory_gb=config.memory_gb, **case)
+        if rank.device.type == "cuda":
+            yield from _measured(rank, config.source, trace, case, policy=policy, **target)
     yield from _real_steps(config, rank)
 
 
@@ -130,8 +133,6 @@ def _real_steps(config: Config, rank: Rank) -> Iterator[Record]:
         for policy in config.policies if set(config.policies) <= {"none", "block"} else ("none",):
             yield from _real_step(rank, "tiny_bert", SMALL["tiny_bert"], 0, 32, optimizer="adam", policy=policy)
         return
-    asked = (config.model, config.source, config.tokens if config.model == BERT else 0, config.batch)
-    yield from _real_step(rank, *asked, optimizer=config.optimizer, precision=config.precision, policy="none")
     for name, factory, seq, rows, optimizer in () if config.smoke else CHECKS:
         source = functools.partial(factory, None, seq) if seq else factory
         yield from _real_step(rank, name, source, seq, rows, optimizer=optimizer, policy="none")
@@ -140,17 +141,23 @@ def _real_steps(config: Config, rank: Rank) -> Iterator[Record]:
 def _real_step(rank: Rank, name: str, source: oracle.Source, seq: int, rows: int, **given: str) -> Iterator[Record]:
     trace = oracle.step(source, rows, target=rank.device.type, **given)
     case = {"part": "real", "model": name, "seq": seq, "batch": rows, "set_to_none": True, **given}
+    yield from _peak(rank, trace, case)
+    yield from _measured(rank, source, trace, case, **given)
+
+
+def _measured(rank: Rank, source: oracle.Source, trace: oracle.Trace, case: dict, **given: str) -> Iterator[Record]:
+    """The step of `trace` really run, if this device has room for it."""
     if rank.device.type == "cuda":
         torch.cuda.empty_cache()  # what earlier models left would not count as free
         if trace.peak_bytes * HEADROOM > torch.cuda.mem_get_info(rank.device)[0]:
             return
-    found = oracle.measured(source, rows, rank.device, **given)
-    yield from _peak(rank, trace, case)
+    found = oracle.measured(source, trace.rows, rank.device, **given)
     tensors = found.peak_bytes if found.tensor_bytes is None else found.tensor_bytes
     yield rank.record("measured_bytes", "B", tensors, rank=0, **case)
     if found.tensor_bytes is not None:
         yield rank.record("workspace_bytes", "B", found.peak_bytes - tensors, rank=0, **case)
-    if found.reserved_bytes is not None:
+    if found.allocated_bytes is not None and found.reserved_bytes is not None:
+        yield rank.record("allocated_bytes", "B", found.allocated_bytes, rank=0, **case)
         yield rank.record("reserved_bytes", "B", found.reserved_bytes, rank=0, **case)
 
 
