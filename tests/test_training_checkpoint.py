@@ -86,5 +86,5 @@ def test_the_notebooks_program_resumes_to_the_same_losses(capsys):
     exec(CELLS["train-b"], names)
     assert "all 40 losses equal: True" in capsys.readouterr().out
     assert not names["path"].with_name("last.pt.tmp").exists()
-    first = names["train"](80, resume=True, forget=["optimizer"])
+    first = names["train_classifier"](80, resume=True, forget=["optimizer"])
     assert first[0] == names["whole"][40] and first[1] != names["whole"][41]
