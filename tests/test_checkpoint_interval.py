@@ -94,22 +94,6 @@ def test_the_simulated_minimum_is_where_the_formula_says():
     assert min(range(9), key=shares.__getitem__) == 4
 
 
-def test_the_records_of_a_curve():
-    rows = ci.curve(2.0, 1000.0, 10.0, points=13, simulated=5, gpus=8)
-    assert {r.kind for r in rows} == {"modelled"} and all(r.case["gpus"] == 8 for r in rows)
-    total = rows.where("lost_share", method="formula", part="total")
-    assert len(total) == 13
-    best = min(total, key=lambda r: r.value)
-    assert best.case["interval_s"] == pytest.approx(rows.one("optimum_s", method="exact").value)
-    points = rows.where("lost_share", method="simulation")
-    assert len(points) == 5 and all(len(r.samples) == 8 for r in points)
-    for r in points:
-        assert r.value == pytest.approx(
-            rows.one("lost_share", method="formula", part="total", interval_s=r.case["interval_s"]).value, abs=0.02
-        )
-    assert not ci.curve(2.0, 1000.0, simulated=0).where(method="simulation")
-
-
 def test_llama_3_by_hand():
     rows = ci.llama_3()
     assert rows.one("interruptions").kind == "published" and "2407.21783" in ci.LLAMA_3

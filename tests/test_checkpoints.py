@@ -18,10 +18,8 @@ from torch.utils.data import TensorDataset
 from labs.common import checkpoints
 from labs.common.checkpoints import Damaged, ResumableLoader, files, load, load_latest, save
 from labs.common.checkpoints.resume import differences
-from labs.common.checkpoints.training import states
 from labs.kit.errors import BadInput
-from labs.training_checkpoint import corruption, drills
-from labs.training_checkpoint.writers import WAYS
+from labs.training_checkpoint import WAYS, kills
 
 
 def state_of(step):
@@ -169,36 +167,24 @@ def test_code_in_a_file_is_not_run(folder, tmp_path):
     assert latest(folder)[0] == 2 and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.drill
-def test_two_hundred_corruptions(tmp_path):
-    source = states(0)
-    for step in range(2):
-        save(tmp_path, step, next(source))
-    trials = list(corruption.trials(tmp_path, 200, seed=1))
-    assert len(trials) == 200 and {t.kind for t in trials} == set(corruption.KINDS)
-    assert [t for t in trials if t.verdicts["load"] != "noticed"] == []
-    assert {t.fallback for t in trials} == {0} and all(t.message != "nothing" for t in trials)
-    plain = [t.verdicts["torch.load"] for t in trials if t.kind == "flip"]
-    assert plain.count("silent") > len(plain) / 2, "torch.load checks no CRC"
-    assert load_latest(tmp_path)[0] == 1, "put back"
-
-
 # -- a writer that dies, or finds no room
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("name", "count"), [("full", 100), ("rename", 15), ("in place", 15)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("labs.common.checkpoints", 100), ("beside it", 15), ("onto the old file", 15)]
+)
 def test_kills_while_saving(tmp_path, name, count):
-    kills = list(drills.kills(WAYS[name], tmp_path, count, 2**18, seed=2))
-    assert len(kills) == count and sum(k.saving for k in kills) > count / 2
-    lost = [k for k in kills if k.lost]
-    if name == "in place":
+    found = list(kills(WAYS[name], tmp_path, count, 2**18, seed=2))
+    assert len(found) == count and sum(k.saving for k in found) > count / 2
+    lost = [k for k in found if k.lost]
+    if name == "onto the old file":
         assert len(lost) > count / 3 and {k.found for k in lost} == {None}
         return
     assert lost == []
-    assert any(k.leftovers for k in kills)
-    if name == "full":
-        assert max(k.leftovers for k in kills) == 1, "each save clears what the one before left"
+    assert any(k.leftovers for k in found)
+    if name == "labs.common.checkpoints":
+        assert max(k.leftovers for k in found) == 1, "each save clears what the one before left"
         save(tmp_path, 10**6, {})
         assert len(names(tmp_path)) == 3 and all(n.endswith(".pt") for n in names(tmp_path))
 

@@ -15,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
 from labs.chapters.nb02 import explorer as nb02
-from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
@@ -27,7 +26,6 @@ from labs.kit.notebook_report import html_pictures
 EXPLORERS = {
     "roofline": roofline.roofline,
     "workers": nb02.workers,
-    "memory_policies": nb05.memory,
     "pipeline": nb06.pipeline,
     "slow_link": nb07.step,
     "scale": nb08.scale,

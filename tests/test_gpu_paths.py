@@ -10,13 +10,12 @@ import pytest
 import torch
 from fakes import FakeNvml, card
 
-from labs import elastic_restart, timing
-from labs.common.oracle.reality import of_allocator
+from labs import elastic_restart, memory_oracle, timing
+from labs.common.oracle.reality import Measured, of_allocator
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank, same_bits, same_bits_every_time
-from labs.memory_oracle import records as oracle_records
 
 ROOT = Path(__file__).parents[1]
 REPORT = nvml.report
@@ -48,7 +47,7 @@ def test_a_gloo_group_of_some_ranks_is_made_by_these_alone():
     """With a default group bound to a GPU, torch has all other ranks split its communicator, and no member does."""
     found = [{k.arg: ast.unparse(k.value) for k in call.keywords} for _, call in calls("dist.new_group") if call.args]
     gloo = [given for given in found if "gloo" in given.get("backend", "")]
-    assert gloo and all(given.get("use_local_synchronization") == "True" for given in gloo)
+    assert all(given.get("use_local_synchronization") == "True" for given in gloo)
 
 
 def exclusive(monkeypatch):
@@ -68,7 +67,7 @@ def test_what_starts_a_second_process_on_an_exclusive_gpu_says_so_before(monkeyp
 
 def test_the_ranks_of_a_restart_run_where_the_lab_does():
     def device(rank):
-        arguments = elastic_restart._arguments(elastic_restart.RUNS[0], elastic_restart.Config(), rank)
+        arguments = elastic_restart._arguments(elastic_restart.RUNS["uninterrupted"], elastic_restart.Config(), rank)
         return arguments[arguments.index("--device") + 1]
 
     assert device(on("cpu")) == "cpu" and device(on(GPU)) == "auto"
@@ -107,17 +106,18 @@ def test_a_gpus_peak_is_what_was_asked_for_less_what_was_there():
     assert found.tensor_bytes is None
 
 
-def test_large_models_run_on_a_gpu_while_there_is_room_and_time(monkeypatch):
-    monkeypatch.setattr(oracle_records, "_free_bytes", lambda device: 1000)
-    monkeypatch.setattr(oracle_records.Steps, "real_s", 0.0)
-    steps = oracle_records.Steps.__new__(oracle_records.Steps)
-    steps.rank = on(GPU)
-    small, large = SimpleNamespace(peak_bytes=100), SimpleNamespace(peak_bytes=990)
-    assert steps._may_run(small) and not steps._may_run(large)
-    monkeypatch.setattr(oracle_records.Steps, "real_s", oracle_records.GPU_BUDGET_S)
-    assert not steps._may_run(small)
-    steps.rank = on("cpu")
-    assert not steps._may_run(small)
+def test_a_large_model_runs_on_a_gpu_where_there_is_room(monkeypatch):
+    rank = SimpleNamespace(device=torch.device("cuda"), record=lambda metric, unit, value, **case: (metric, value))
+    trace = memory_oracle.oracle.step("mlp", 8, target="cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        memory_oracle.oracle, "measured", lambda *args, **given: Measured(trace.peak_bytes + 100, None, 2000, 3000)
+    )
+    for room, ran in ((1.1, False), (1.3, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, room=room: (room * trace.peak_bytes, 10**9))
+        found = dict(memory_oracle._real_step(rank, "mlp", "mlp", 0, 8, optimizer="sgd", policy="none"))
+        assert ("measured_bytes" in found) == ran
+    assert found["measured_bytes"] == trace.peak_bytes + 100 and found["reserved_bytes"] == 3000
 
 
 def gathered_alike():

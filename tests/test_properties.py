@@ -219,7 +219,7 @@ def _one_line(text: str, module: types.ModuleType) -> str:
 
 
 AUTOCAST, STRATEGY, STATES = (
-    importlib.import_module(f"labs.{n}") for n in ("autocast_ops", "strategy", "sharded_checkpoint")
+    importlib.import_module(f"labs.{n}") for n in ("autocast_ops", "strategy", "training_checkpoint")
 )
 
 

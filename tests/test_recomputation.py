@@ -9,11 +9,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from labs.common import models
 from labs.common.memory import saved_tensors
-from labs.common.memory.recomputation import blocks, by_hand, recompute, segment_bounds
+from labs.common.memory.recomputation import blocks, recompute, segment_bounds
 from labs.common.models.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
 from labs.common.models.text_models import char_gpt
 from labs.kit.errors import BadInput
@@ -64,25 +63,6 @@ def test_gradients_buffers_and_random_state_are_those_without_a_policy(name, low
         assert same(buffers, workload.module.buffers()), policy
         assert torch.equal(state, after), policy
         assert list(workload.module.state_dict()) == list(start)
-
-
-def test_by_hand_is_torchs():
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8), nn.LayerNorm(8))
-    for requires_grad in (True, False):
-        found = []
-        for call in (
-            lambda x: layer(x),
-            lambda x: checkpoint(layer, x, use_reentrant=False),
-            lambda x: by_hand(layer, x),
-        ):
-            torch.manual_seed(1)
-            x = torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_(requires_grad)
-            layer.zero_grad()
-            call(x).square().sum().backward()
-            found.append([p.grad.clone() for p in layer.parameters()] + ([x.grad] if requires_grad else []))
-        assert same(found[0], found[1])
-        assert same(found[0], found[2])
 
 
 def test_two_ranks_of_ddp_agree_with_each_policy():

@@ -13,9 +13,10 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from annotated_types import Ge, Le, Lt
 
 from labs.common.checkpoints import load_latest
 from labs.common.elastic.journal import History
@@ -37,21 +38,23 @@ class Run(NamedTuple):
     kill_while: str = "training"
 
 
-RUNS = (
-    Run("uninterrupted", "fork server"),
-    Run("killed", "fork server", 1),
-    Run("killed while saving", "fork server", 0, "saving"),
-    Run("killed", "torchrun", 1),  # its ranks are fresh interpreters, as on a cluster
-)
+RUNS = {
+    "uninterrupted": Run("uninterrupted", "fork server"),
+    "killed": Run("killed", "fork server", 1),
+    "killed while saving": Run("killed while saving", "fork server", 0, "saving"),
+    "killed under torchrun": Run("killed", "torchrun", 1),  # its ranks are fresh interpreters, as on a cluster
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The training, and when a rank dies."""
+    """The training run, and when a rank dies."""
 
+    runs: tuple[str, ...] = tuple(RUNS)
+    """What to run; the uninterrupted run comes first, and the others are compared with it."""
     epochs: int = 2
     """Passes over the images."""
-    samples: int = 1024
+    samples: Annotated[int, Le(10_000)] = 1024
     """Fashion-MNIST images that are used."""
     batch_size: int = 32
     """Images per rank and step."""
@@ -59,17 +62,16 @@ class Config:
     """Steps between two checkpoints."""
     kill_at_step: int = 23
     """Rank 1 is killed before this step; rank 0 in its first save from there on."""
-    seed: int = 0
-    """Seed of the training."""
+    seed: Annotated[int, Ge(0), Lt(2**31)] = 0
+    """Seed of the training run."""
     smoke: bool = False
     """Without fresh interpreters, which take most of the time."""
 
     def __post_init__(self) -> None:
-        require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
-        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(self.save_every >= 1, f"save_every must be at least 1, not {self.save_every}")
-        require(self.samples <= 10_000, f"samples must be at most 10000, not {self.samples}")
-        require(0 <= self.seed < 2**31, f"seed must be from 0 to 2147483647, not {self.seed}")
+        require(set(self.runs) <= set(RUNS), f"runs must be of {', '.join(RUNS)}")
+        for name in ("epochs", "batch_size", "save_every"):  # before `steps` divides by them
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(self.runs[:1] == ("uninterrupted",), "runs must begin with uninterrupted")
         steps = self.steps
         require(steps >= 1, f"samples must be at least {RANKS * self.batch_size} (batch_size x {RANKS} ranks)")
         require(1 <= self.kill_at_step <= steps, f"kill_at_step must be between 1 and {steps}, not {self.kill_at_step}")
@@ -96,7 +98,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     if rank.device.type == "cuda":  # this process has one, too
         require_shareable({rank.device.index})
     histories, states = [], []
-    runs = RUNS[:3] if config.smoke else RUNS
+    short = config.smoke and config.runs == tuple(RUNS)
+    runs = [RUNS[name] for name in config.runs if not (short and RUNS[name].start == "torchrun")]
     with elastic_agent(rank) as agent:
         for done, which in enumerate(runs, start=1):
             name = f"{which.run}, {which.start}".replace(" ", "-").replace(",", "")
@@ -168,6 +171,11 @@ def _restart(which: Run, history: History, rank: Rank) -> Iterator[Record]:
     for phase, seconds in phases.items():
         yield rank.record("phase_s", "s", seconds, rank=0, phase=phase, **case)
     yield rank.record("redo_s", "s", history.redo_s(), rank=0, **case)
+
+
+def category(records: Records) -> str:
+    """The longest part of a restart under torchrun."""
+    return max(records.where("phase_s", start="torchrun"), key=lambda r: r.value).case["phase"]
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -100,7 +100,7 @@ TASKS: dict[str, Task] = {
     "out_of_memory": Task("What does an out-of-memory error say, and its snapshot?", 10, 40,
                           lab("gpu.out_of_memory", folder=True)),
     "recompute": Task("What does recomputing cost a launch-bound stack?", 25, 90,
-                      lab("activation_checkpointing", "--parts", "pareto")),
+                      lab("activation_checkpointing")),
     "pinned_copies": Task("Does pinned memory help, and a stream of its own?", 10, 40, lab("gpu.pinned_copies")),
     "ddp_one_rank": Task("What does DDP cost on one GPU?", 10, 40,
                          lab("data_parallel", "--model", "cnn", saved="data_parallel_one_rank")),

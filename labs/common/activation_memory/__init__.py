@@ -1,1 +1,1 @@
-"""What activation checkpointing is measured with: live bytes, deep models, their prediction, torch's variants."""
+"""Live bytes of a step, from the allocator."""

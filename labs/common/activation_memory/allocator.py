@@ -1,20 +1,17 @@
-"""How many bytes are alive during a step: asked of the allocator, or counted on tensors that have no memory."""
+"""How many bytes are alive during a step, as the device's allocator says."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labs.kit import measure
-from labs.kit._compat import TorchDispatchMode, storage_key
 
 MARK = "forward has ended"
 
@@ -56,41 +53,3 @@ def _cuda(forward: Callable[[], Tensor], backward: Callable[[Tensor], object], d
     backward(loss)
     measure.sync(device)
     return Live(after - before, torch.cuda.max_memory_allocated(device) - before)
-
-
-class Storages(TorchDispatchMode):
-    """Counts the bytes of storages that are alive and were made inside: also of fake tensors.
-
-    Unlike an allocator it sees no workspace inside of an operation.
-    """
-
-    def __init__(self, there: nn.Module | None = None) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        known = [*there.parameters(), *there.buffers()] if there else []
-        self.alive = {storage_key(t.untyped_storage()): 0 for t in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage_key(storage), storage.nbytes()
-        if key not in self.alive:
-            self.alive[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._release, key)
-
-    def _release(self, key: int) -> None:
-        self.now -= self.alive.pop(key)
-
-
-def slices(changes: tuple[int, ...], count: int) -> list[int]:
-    """`changes` cut into `count` slices of equally many, in order; the largest of each."""
-    ends = [round(i * len(changes) / count) for i in range(count + 1)]
-    last = len(changes) - 1
-    return [max(changes[min(a, last) : max(b, a + 1)]) for a, b in itertools.pairwise(ends)]

@@ -126,42 +126,6 @@ def intervals(save_s: float, mtbf_s: float, points: int = 61, decades: float = 1
     return [best * 10**x for x in np.linspace(-decades, decades, points).tolist()]
 
 
-def curve(
-    save_s: float,
-    mtbf_s: float,
-    restart_s: float = 0.0,
-    *,
-    points: int = 61,
-    simulated: int = 7,
-    seed: int = 0,
-    **case: object,
-) -> Records:
-    """Records of one curve of lost share over interval, for a figure; all `modelled`.
-
-    lost_share: case `interval_s`, method "formula" or "simulation" (every few points), and `part` "saving",
-    "redone", "restart" or "total"; optimum_s: method "young", "daly" or "exact". All cases hold `save_s`, `mtbf_s`,
-    `restart_s` and what is given as `case`.
-    """
-    at = {"save_s": save_s, "mtbf_s": mtbf_s, "restart_s": restart_s, **case}
-
-    def row(metric: str, unit: str, samples: list[float], **more: object) -> Record:
-        return Record("checkpoint_interval", metric, unit, tuple(samples), "modelled", {**at, **more})
-
-    methods = {"young": young, "daly": daly, "exact": optimum}
-    rows = [row("optimum_s", "s", [f(save_s, mtbf_s)], method=name) for name, f in methods.items()]
-    steps = intervals(save_s, mtbf_s, points)
-    for interval in steps:
-        found = lost(interval, save_s, mtbf_s, restart_s)
-        for part in ("saving", "redone", "restart", "total"):
-            rows.append(
-                row("lost_share", "1", [getattr(found, part)], interval_s=interval, part=part, method="formula")
-            )
-    for interval in steps[:: max(1, (points - 1) // max(1, simulated - 1))] if simulated else []:
-        samples = simulate(interval, save_s, mtbf_s, restart_s, seed=seed)
-        rows.append(row("lost_share", "1", samples, interval_s=interval, part="total", method="simulation"))
-    return Records(rows)
-
-
 def llama_3() -> Records:
     """The published failures of one training, and the mean time between failures that follows from them.
 

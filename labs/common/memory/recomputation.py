@@ -1,6 +1,6 @@
 """Activation checkpointing: keep a block's input, drop what is inside, compute it again when backward needs it.
 
-`recompute(module, policy)` sets it up for any model; `by_hand` is the mechanism itself, in a dozen lines. A policy is
+`recompute(module, policy)` sets it up for any model. A policy is
   none         every activation is kept
   block        each block of the model keeps its input only
   stage        the same for each stage, where a model has several: for ResNet's four
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
@@ -41,30 +41,6 @@ KEPT = [
     _compat.efficient_attention,
     _compat.cudnn_attention,
 ]
-
-
-def by_hand(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function(x)`, whose backward runs it a second time. For one backward on a CPU; `checkpoint` does the rest.
-
-    That is: autocast and generators of other devices as they were, calls with several arguments, an end as soon as
-    all is there, an error if the second run differs.
-    """
-    state, numbers, again = torch.get_rng_state(), itertools.count(), {}
-
-    def drop(saved: Tensor) -> int:
-        return next(numbers)  # autograd keeps a number in place of a tensor
-
-    def bring_back(number: int) -> Tensor:
-        if not again:
-            order = itertools.count()
-            keep = torch.autograd.graph.saved_tensors_hooks(lambda t: again.update({next(order): t.detach()}), id)
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), keep:
-                torch.set_rng_state(state)  # or dropout would draw another mask
-                function(x.detach().requires_grad_(x.requires_grad))
-        return again.pop(number)  # freed as soon as it has been used
-
-    with torch.autograd.graph.saved_tensors_hooks(drop, bring_back):
-        return function(x)
 
 
 def recompute(module: nn.Module, policy: str) -> nn.Module:

@@ -148,41 +148,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
-@dataclass(frozen=True)
-class Line:
-    """Saved bytes against the batch: a straight line, since each row is kept apart from the others."""
-
-    row_bytes: int
-    """Activations that each row adds."""
-    fixed_bytes: int
-    """Activations whatever the batch: positions, statistics of BatchNorm, the loss."""
-    weight_copies: int
-
-    def activations(self, rows: int) -> int:
-        """Bytes for a batch of `rows`."""
-        return self.fixed_bytes + rows * self.row_bytes
-
-
-def trace_line(source: Source, precision: str, target: str = "cpu") -> Line:
-    """The line through the traces of two batches, 2 and 4 rows (with one row some layers take another way)."""
-    two, four = (trace(source, rows, precision, target) for rows in (2, 4))
-    row = (four.activations - two.activations) // 2
-    return Line(row, two.activations - 2 * row, two.weight_copies)
-
-
-def stack(one: Line, two: Line, layers: int) -> Line:
-    """The line of a model with `layers` equal layers, from those of the same model with one and with two."""
-
-    def extend(a: int, b: int) -> int:
-        return a + (layers - 1) * (b - a)
-
-    return Line(
-        extend(one.row_bytes, two.row_bytes),
-        extend(one.fixed_bytes, two.fixed_bytes),
-        extend(one.weight_copies, two.weight_copies),
-    )
-
-
 class CudaRules(TorchFunctionMode):
     """What a GPU would keep, computed without one: autocast's rules for CUDA, and CUDA's dropout and attention.
 

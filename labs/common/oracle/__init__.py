@@ -11,13 +11,13 @@ From a shell: python -m labs.memory_oracle --model package.module:factory
   tracker    notes what operations allocate and free
   trace      what was noted: events, categories, the peak
   step       a training step under the tracker
-  fits       the largest batch, the cards, a model's states
+  fits       the largest batch, the cards
   gpt        a GPT of any size, to be counted
   reality    the same step for real: what an allocator says
 """
 
 from labs.common.oracle.fake import Source
-from labs.common.oracle.fits import Card, Largest, cards, largest_batch, states_bytes
+from labs.common.oracle.fits import Card, Largest, cards, largest_batch
 from labs.common.oracle.gpt import GptShape, gpt
 from labs.common.oracle.reality import Measured, measured
 from labs.common.oracle.step import Conditions, Model, step
@@ -38,6 +38,5 @@ __all__ = [
     "gpt",
     "largest_batch",
     "measured",
-    "states_bytes",
     "step",
 ]

@@ -1,4 +1,4 @@
-"""What fits: the largest batch in so many bytes, the cards of labs/kit/gpus.toml, and models by their states alone."""
+"""What fits: the largest batch in so many bytes, and the cards of labs/kit/gpus.toml."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from labs.common.oracle import fake
 from labs.common.oracle.step import Model
 from labs.common.oracle.trace import Trace
 from labs.kit import hardware
-from labs.kit.errors import BadInput, require
+from labs.kit.errors import BadInput
 
 MOST_ROWS = 1 << 20  # a batch is not looked for above this
 STRIDE = 16  # a small batch, whose peak is in the optimizer's step, says nothing about large ones
 RESERVE = 0.1  # share of a card that a margin should have: CUDA's context, workspace, fragmentation
-FP32_STATES = {
-    "sgd": 8,
-    "momentum": 12,
-    "adam": 16,
-    "fused_adam": 16,
-}  # bytes per parameter: itself, its gradient, optimizer's state
 
 
 @dataclass(frozen=True)
@@ -112,13 +106,3 @@ def _card(gpu: str, memory: int | None, needed: float) -> Card:
     margin = memory - math.ceil(needed)
     verdict = "does not fit" if margin < 0 else "tight" if margin < RESERVE * memory else "fits"
     return Card(gpu, memory, margin, verdict)
-
-
-def states_bytes(parameters: int, optimizer: str = "adam") -> int:
-    """Bytes of parameters, gradients and optimizer's state: 16 per parameter with Adam, without any activation.
-
-    In FP32 and under autocast 4 + 4 + 8; with 16-bit parameters, FP32 master copies and Adam 2 + 2 + 12 (Rajbhandari
-    et al. 2019, ZeRO, arXiv 1910.02054, section 3.1), which is as much.
-    """
-    require(optimizer in FP32_STATES, f"there is no optimizer {optimizer!r}: take one of {', '.join(FP32_STATES)}")
-    return FP32_STATES[optimizer] * parameters

@@ -1,1 +1,1 @@
-"""What labs.memory_remedies is made of, by subject."""
+"""Memory that grows from step to step: which line made it."""

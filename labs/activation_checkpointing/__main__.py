@@ -1,5 +1,0 @@
-"""python -m labs.activation_checkpointing"""
-
-from labs.kit import cli
-
-cli.main()

@@ -1,1 +1,0 @@
-"""Notebook 05: figures, claims, exercises, solutions."""

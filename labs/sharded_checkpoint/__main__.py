@@ -1,5 +1,0 @@
-"""python -m labs.sharded_checkpoint"""
-
-from labs.kit import cli
-
-cli.main()

@@ -1,5 +1,0 @@
-"""python -m labs.training_checkpoint"""
-
-from labs.kit import cli
-
-cli.main()
