@@ -239,9 +239,8 @@ def expected(model: float, loader: float, workers: int) -> float:
 
 
 def expected_on_cores(model: float, loader: float, one: float, workers: int, cores: int) -> float:
-    """`expected`, when the model computes on the same `cores` as the workers: their CPU times share them.
+    """`expected`, if the step computes on the same `cores` as the workers, which share their time among them.
 
-    `one` is the rate of one process that loads. A sample costs 1/model + 1/one CPU seconds, and there are
-    `cores` of them per second.
+    `one` is the rate of one process that loads: a sample costs 1/model + 1/one CPU seconds.
     """
     return min(expected(model, loader, workers), cores / (1 / model + 1 / one))
