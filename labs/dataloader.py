@@ -107,9 +107,7 @@ def measured(config: Config, rank: Rank, dataset: Any, step: Callable[[Any], Non
     """Images per second of each arm; where the model trains, also the share of waiting and the seconds of a step."""
     n, least_s = config.workers, 0.0 if config.smoke else config.block_s
     with ExitStack() as stack:
-        loaders = {
-            w: stack.enter_context(feed.running(feed.endless(dataset, w, config.batch_size))) for w in (0, n)
-        }
+        loaders = {w: stack.enter_context(feed.running(feed.endless(dataset, w, config.batch_size))) for w in (0, n)}
         stored = next(loaders[0])
         measure.time_steps(lambda: step(stored), 3 if config.smoke else 15, rank.device)
         step_s = [0.0]
