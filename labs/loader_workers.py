@@ -2,7 +2,7 @@
 
     python -m labs.loader_workers --nproc 1      |      python -m labs.loader_workers --nproc 1 --model-rate 1.5
 
-About 10 s on 2 CPU cores. Two data sets: photos, whose items compute (a JPEG is decoded), and items that wait as for a
+About 8 s on 2 CPU cores. Two data sets: photos, whose items compute (a JPEG is decoded), and items that wait as for a
 server. The model is a stand-in for a GPU: its step sleeps, and takes no core from the workers. It takes `model_rate`
 times as many items as one worker gives, so the rule asks for that number of workers, rounded up.
 """
@@ -44,7 +44,7 @@ class Config:
     """Items per batch."""
     cores: Annotated[int, Ge(0)] = 2
     """CPU cores that the workers may use; 0: all."""
-    rounds: Annotated[int, Ge(2)] = 4
+    rounds: Annotated[int, Ge(2)] = 3
     """Times that each number of workers takes its turn."""
     smoke: bool = False
     """Two rounds of two batches."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 CLOSE = 0.95
 """Of the best rate: the fewest workers that reach it are taken."""
-HOPELESS = 0.6
+HOPELESS = 0.4
 """Of the best rate to be expected from both alone: below it a number of workers need not be tried together."""
 GAIN = 1.1
 """What twice as many workers must bring the loader alone, or we stop."""
@@ -105,7 +105,7 @@ def tune_dataloader(
     """Measure the model and the loader alone, then both together, in turn, with the numbers of workers that may do.
 
     Tries 0, 1, 2, 4, 8, ... workers, up to twice the cores and at least 8, and ends where more bring nothing. `device`
-    is what to synchronise after a step; by default the accelerator, if there is one. BadInput if an argument can't work.
+    is what to synchronise after a step; by default the accelerator, if there is one. BadInput if an argument is wrong.
     """
     most = max(8, 2 * core_count()) if max_workers is None else max_workers
     _check(dataset, batch_size, most, loader_options)
@@ -236,11 +236,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
                 *made[:2], batch_size=config.batch_size, budget_s=budget_s, max_workers=most, device=rank.device,
                 **options,
             )  # fmt: skip
-        yield rank.record("samples_per_s", "1/s", tuning.model, rank=0, way="model")
-        for workers, rate in tuning.loader.items():
-            yield rank.record("samples_per_s", "1/s", rate, rank=0, way="loader", workers=workers)
-        for workers, rates in tuning.both.items():
-            yield rank.record("samples_per_s", "1/s", rates, rank=0, way="both", workers=workers)
+            yield rank.record("samples_per_s", "1/s", tuning.model, rank=0, way="model")
+            for workers, rate in tuning.loader.items():
+                yield rank.record("samples_per_s", "1/s", rate, rank=0, way="loader", workers=workers)
+            for workers, rates in tuning.both.items():
+                yield rank.record("samples_per_s", "1/s", rates, rank=0, way="both", workers=workers)
     rank.barrier()
 
 
@@ -261,7 +261,8 @@ def answer(records: Records) -> Iterator[str]:
     tuning = tuned(records)
     yield str(tuning)
     for workers, rates in tuning.both.items():
-        yield f"{workers} workers: loader {tuning.loader[workers]:,.0f}, together {statistics.median(rates):,.0f} samples/s."
+        rate = statistics.median(rates)
+        yield f"{workers} workers: loader {tuning.loader[workers]:,.0f}, together {rate:,.0f} samples/s."
 
 
 if __name__ == "__main__":

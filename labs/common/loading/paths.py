@@ -20,7 +20,7 @@ def path(i: int) -> str:
 
 
 class TensorOfPaths:
-    """All paths in one tensor of bytes; path i is between two offsets. torch moves both to shared memory for workers."""
+    """All paths in one tensor of bytes; path i is between two offsets. torch moves both to shared memory."""
 
     def __init__(self, paths: Iterator[str]) -> None:
         encoded = [p.encode() for p in paths]
