@@ -47,7 +47,7 @@ class Config:
     rounds: Annotated[int, Ge(2)] = 3
     """Times that each number of workers takes its turn."""
     smoke: bool = False
-    """Two rounds of two batches."""
+    """Two rounds, with batches of one item."""
 
 
 class Remote(Dataset):
@@ -82,21 +82,21 @@ def measured(config: Config, rank: Rank) -> Iterator[Record]:
     sets = {"compute": photos(), "wait": Remote(config.wait_ms / 1e3)}
     needed = workers_needed(config.model_rate, 1)
     tried = range(1, needed + 2)
-    rounds, least_s = (2, 0.0) if config.smoke else (config.rounds, 0.15)
+    rounds, least_s, batch = (2, 0.0, 1) if config.smoke else (config.rounds, 0.15, config.batch_size)
     one: dict[str, list[float]] = {items: [] for items in sets}
     share: dict[tuple[str, int], list[float]] = {(items, n): [] for items in sets for n in tried}
     for done in range(rounds):
         for items, data in sets.items():
-            one[items].append(rate(data, 1, config.batch_size, None, least_s))
-            seconds = config.batch_size / (config.model_rate * statistics.median(one[items]))
+            one[items].append(rate(data, 1, batch, None, least_s))
+            seconds = batch / (config.model_rate * statistics.median(one[items]))
 
             def step(batch: Any, seconds: float = seconds) -> None:
                 time.sleep(seconds)
 
-            stored = torch.zeros(config.batch_size)
+            stored = torch.zeros(batch)
             model = feed.drive(feed.alone(stored), step, 5, CPU).parts(1)[0][1]
             for n in tried:
-                share[items, n].append(rate(data, n, config.batch_size, step, least_s) / model)
+                share[items, n].append(rate(data, n, batch, step, least_s) / model)
         rank.progress(done + 1, rounds, f"round {done + 1} of {rounds}")
     yield rank.record("workers_needed", "1", needed, kind="modelled", rank=0, model_rate=config.model_rate)
     for items, rates in one.items():

@@ -15,13 +15,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
 from labs.chapters.nb01 import explorer as nb01
-from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
-from labs.explorers import roofline
+from labs.explorers import loader, roofline
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
@@ -29,7 +28,7 @@ from labs.kit.notebook_report import html_pictures
 EXPLORERS = {
     "roofline": roofline.roofline,
     "batch": nb01.batch,
-    "workers": nb02.workers,
+    "loader": loader.loader,
     "memory_formats": nb04.memory,
     "memory_policies": nb05.memory,
     "pipeline": nb06.pipeline,
