@@ -10,22 +10,20 @@ own, which leaves the cores to the workers. Rank 0 measures, with one thread.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge, Gt
-from torch import nn
 
 from labs.common.loading import feed
+from labs.common.loading.images import training_step
 from labs.kit import cli, measure
 from labs.kit.lab import imported, require_findable
-from labs.kit.rank import Rank, unpinned
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 HOLDS = 0.9
@@ -64,41 +62,12 @@ def check_layout(config: Config, world_size: int) -> None:
     imported(config.model, "model")
 
 
-@contextmanager
-def on_cores(rank: Rank, cores: int) -> Iterator[None]:
-    """Run on so many of the job's cores (0: all of them), as do workers started meanwhile; macOS has no such limit."""
-    with unpinned(rank):
-        before = getattr(os, "sched_getaffinity", lambda pid: set())(0)
-        if cores and len(before) > cores:
-            os.sched_setaffinity(0, sorted(before)[:cores])
-        try:
-            yield
-        finally:
-            if before:
-                os.sched_setaffinity(0, before)
-
-
-def training_step(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
-    """One step on a batch of uint8 images and labels that is still on the host."""
-    model = model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step(batch: Any) -> None:
-        images, labels = (part.to(device) for part in batch)
-        loss = nn.functional.cross_entropy(model(images.float() / 255), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Rank 0 measures, other ranks wait."""
     if rank.rank == 0:
         dataset = imported(config.dataset, "dataset")()
         step = training_step(imported(config.model, "model")(), rank.device)
-        with on_cores(rank, config.cores):
+        with feed.on_cores(rank, config.cores):
             yield from measured(config, rank, dataset, step)
     rank.barrier()
 

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 
 from labs.common.loading import feed
 from labs.common.loading.images import photos
-from labs.dataloader import on_cores
 from labs.kit import cli, measure
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -72,7 +71,7 @@ def workers_needed(model_rate: float, worker_rate: float) -> int:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Items per second of one worker, then the share of its own rate that the model reaches with 1, 2, ... workers."""
     if rank.rank == 0:
-        with on_cores(rank, config.cores):
+        with feed.on_cores(rank, config.cores):
             yield from measured(config, rank)
     rank.barrier()
 

@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from labs.common.loading import feed
-from labs.common.loading.images import Photos, cnn, photos
-from labs.dataloader import training_step
+from labs.common.loading.images import Photos, cnn, photos, training_step
 from labs.kit import cli
 from labs.kit.errors import BadInput, require
 from labs.kit.host import core_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from labs.kit._compat import end_workers
 from labs.kit.measure import sync
+from labs.kit.rank import Rank, unpinned
 
 Step = Callable[[Any], object]
 WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
@@ -244,3 +246,17 @@ def expected_on_cores(model: float, loader: float, one: float, workers: int, cor
     `one` is the rate of one process that loads: a sample costs 1/model + 1/one CPU seconds.
     """
     return min(expected(model, loader, workers), cores / (1 / model + 1 / one))
+
+
+@contextmanager
+def on_cores(rank: Rank, cores: int) -> Iterator[None]:
+    """Run on so many of the job's cores (0: all of them), as do workers started meanwhile; macOS has no such limit."""
+    with unpinned(rank):
+        before = getattr(os, "sched_getaffinity", lambda pid: set())(0)
+        if cores and len(before) > cores:
+            os.sched_setaffinity(0, sorted(before)[:cores])
+        try:
+            yield
+        finally:
+            if before:
+                os.sched_setaffinity(0, before)

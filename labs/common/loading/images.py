@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image
@@ -37,3 +40,18 @@ def cnn() -> nn.Module:
         nn.Conv2d(3, 20, 7, stride=4), nn.ReLU(), nn.Conv2d(20, 40, 3, stride=2), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 9),
     )  # fmt: skip
+
+
+def training_step(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
+    """One step on a batch of uint8 images and labels that is still on the host."""
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(batch: Any) -> None:
+        images, labels = (part.to(device) for part in batch)
+        loss = nn.functional.cross_entropy(model(images.float() / 255), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
