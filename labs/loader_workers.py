@@ -81,7 +81,7 @@ def measured(config: Config, rank: Rank) -> Iterator[Record]:
     sets = {"compute": photos(), "wait": Remote(config.wait_ms / 1e3)}
     needed = workers_needed(config.model_rate, 1)
     tried = range(1, needed + 2)
-    rounds, least_s, batch = (2, 0.0, 1) if config.smoke else (config.rounds, 0.15, config.batch_size)
+    rounds, least_s, batch = (2, 0.0, 1) if config.smoke else (config.rounds, 0.08, config.batch_size)
     one: dict[str, list[float]] = {items: [] for items in sets}
     share: dict[tuple[str, int], list[float]] = {(items, n): [] for items in sets for n in tried}
     for done in range(rounds):

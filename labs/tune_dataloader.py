@@ -38,14 +38,14 @@ from labs.kit.record import Record, Records
 if TYPE_CHECKING:
     import pandas
 
-CLOSE = 0.95
+CLOSE = 0.9
 """Of the best rate: the fewest workers that reach it are taken."""
 HOPELESS = 0.4
 """Of the best rate to be expected from both alone: below it a number of workers need not be tried together."""
 GAIN = 1.1
 """What twice as many workers must bring the loader alone, or we stop."""
 OWN = ("batch_size", "num_workers", "shuffle", "sampler", "batch_sampler", "drop_last", "persistent_workers")
-TURN_S, MOST_ROUNDS = 0.3, 6
+TURN_S, MOST_ROUNDS = 0.25, 6
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Config:
 
     dataset: str = "labs.tune_dataloader:remote_photos"
     """package.module:factory of (dataset, step) or (dataset, step, options of DataLoader)."""
-    batch_size: Annotated[int, Ge(1)] = 16
+    batch_size: Annotated[int, Ge(1)] = 8
     """Samples per batch."""
     budget_s: Annotated[float, Gt(0)] = 12.0
     """After so many seconds no further round begins."""
