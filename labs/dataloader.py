@@ -26,7 +26,7 @@ from labs.kit.lab import imported, require_findable
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-HOLDS = 0.9
+HOLDS = 0.85
 """Measured over expected rate from which on the rule holds."""
 
 
@@ -44,9 +44,9 @@ class Config:
     """num_workers, beside none."""
     cores: Annotated[int, Ge(0)] = 2
     """CPU cores that training and workers may use; 0: all."""
-    rounds: Annotated[int, Ge(2)] = 7
+    rounds: Annotated[int, Ge(2)] = 6
     """Times that each arm takes its turn."""
-    block_s: Annotated[float, Gt(0)] = 0.15
+    block_s: Annotated[float, Gt(0)] = 0.12
     """Least time of one turn, in s."""
     smoke: bool = False
     """Two rounds of two batches."""

@@ -8,7 +8,7 @@
 About 12 s on 2 CPU cores. The factory takes no arguments and returns (map-style dataset, training step that takes a
 batch), and as a third, if need be, a dictionary of options for DataLoader. The step moves the batch to the device
 itself, and it really trains: give it a copy of a model that you want to keep. Without --dataset, the course's photos
-are loaded as from a server: each one waits for 3 ms before it is decoded.
+are loaded as from a server: each one waits for 20 ms before it is decoded.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Config:
 
     dataset: str = "labs.tune_dataloader:remote_photos"
     """package.module:factory of (dataset, step) or (dataset, step, options of DataLoader)."""
-    batch_size: Annotated[int, Ge(1)] = 8
+    batch_size: Annotated[int, Ge(1)] = 4
     """Samples per batch."""
     budget_s: Annotated[float, Gt(0)] = 12.0
     """After so many seconds no further round begins."""
@@ -207,18 +207,18 @@ class Config:
 
 
 class RemotePhotos(Photos):
-    """Photos of a server that takes 3 ms to answer."""
+    """Photos of a server that takes 20 ms to answer."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        time.sleep(0.003)
+        time.sleep(0.02)
         return super().__getitem__(i)
 
 
 def remote_photos() -> tuple[Dataset, feed.Step]:
-    """The course's photos and model."""
+    """The course's photos, and its model with more channels."""
     local = photos()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    return RemotePhotos(local.paths, local.labels), training_step(cnn(), device)
+    return RemotePhotos(local.paths, local.labels), training_step(cnn(64), device)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
