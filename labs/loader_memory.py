@@ -2,7 +2,7 @@
 
     python -m labs.loader_memory --nproc 1      |      python -m labs.loader_memory --nproc 1 --paths 1000000
 
-About 12 s on 2 CPU cores. A process builds a data set of paths, starts workers by fork, forkserver or spawn, and lets
+About 10 s on 2 CPU cores. A process builds a data set of paths, starts workers by fork, forkserver or spawn, and lets
 every worker read every path. What all of them hold is added up by PSS, which counts a page shared by n processes as
 1/n in each, and the same without any paths is subtracted. Linux only.
 """
@@ -13,7 +13,7 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -31,13 +31,15 @@ from labs.kit.record import Record, Records
 
 Held = Literal["list", "np.array of str", "np.array of bytes", "tensor and offsets"]
 Method = Literal["fork", "forkserver", "spawn"]
+COUNTED = ("Pss_Anon", "Pss_Shmem")
+"""Lines of /proc/PID/smaps_rollup: memory that no file holds, and shared memory."""
 
 
 @dataclass(frozen=True)
 class Config:
     """How many paths, held how, in how many workers."""
 
-    paths: Annotated[int, Ge(1000), Le(10_000_000)] = 500_000
+    paths: Annotated[int, Ge(1000), Le(10_000_000)] = 250_000
     """Paths of 36 ASCII characters."""
     workers: Annotated[int, Ge(1), Le(64)] = 2
     """num_workers."""
@@ -58,11 +60,16 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def pss(pids: Iterable[int]) -> int:
-    """Proportional set size of these processes together, in bytes."""
+    """Proportional set size of these processes together, in bytes. Files, such as torch's libraries, are left out."""
     total = 0
     for pid in pids:
         with open(f"/proc/{pid}/smaps_rollup") as file:
-            total += next(1024 * int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            kilobytes = {
+                name: int(rest.split()[0])
+                for name, _, rest in (line.partition(":") for line in file)
+                if name in COUNTED
+            }
+        total += 1024 * sum(kilobytes.values())
     return total
 
 
@@ -86,32 +93,43 @@ def totals(config: Config, method: str, paths: int, answer: Connection) -> None:
             found[held] = pss({*workers, os.getpid()}) - left_over
         del data, loader, batches
     answer.send({held: size - found[NOTHING] for held, size in found.items() if held != NOTHING})
+    answer.recv()  # while others measure, the pages that they share with this process must stay shared
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each start method in a process of its own, which no other one has left anything to."""
+    """Each start method in a process of its own. Those that don't fork run at the same time: they share no pages."""
     if rank.rank == 0:
         paths, methods = (1000, ("fork",)) if config.smoke else (config.paths, config.methods)
+        groups = [[m for m in methods if m == "fork"], [m for m in methods if m != "fork"]]
         with unpinned(rank):
-            for done, method in enumerate(methods, start=1):
-                for held, size in in_process(config, method, paths).items():
-                    case = {"held": held, "method": method, "workers": config.workers, "paths": paths}
-                    yield rank.record("total_bytes", "B", max(0, size), rank=0, **case)
-                rank.progress(done, len(methods), method)
+            for done, group in enumerate(groups, start=1):
+                for method, sizes in in_processes(config, group, paths).items():
+                    for held, size in sizes.items():
+                        case = {"held": held, "method": method, "workers": config.workers, "paths": paths}
+                        yield rank.record("total_bytes", "B", max(0, size), rank=0, **case)
+                rank.progress(done, len(groups), ", ".join(group))
     rank.barrier()
 
 
-def in_process(config: Config, method: str, paths: int) -> dict[str, int]:
-    """`totals` of a forked process."""
+def in_processes(config: Config, methods: Sequence[str], paths: int) -> dict[str, dict[str, int]]:
+    """`totals` of a forked process for each method."""
     fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe()
-    child = fork.Process(target=totals, args=(config, method, paths, theirs))
-    child.start()
-    theirs.close()
+    children = {}
+    for method in methods:
+        ours, theirs = fork.Pipe()
+        child = fork.Process(target=totals, args=(config, method, paths, theirs))
+        child.start()
+        theirs.close()
+        children[method] = child, ours
     try:
-        return ours.recv()
+        found = {method: ours.recv() for method, (_, ours) in children.items()}
+        for _, ours in children.values():
+            ours.send("end")
+        return found
     finally:
-        child.join()
+        for child, ours in children.values():
+            ours.close()
+            child.join()
 
 
 def total_mb(records: Records) -> dict[str, dict[str, float]]:

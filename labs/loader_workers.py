@@ -43,7 +43,7 @@ class Config:
     """Items per batch."""
     cores: Annotated[int, Ge(0)] = 2
     """CPU cores that the workers may use; 0: all."""
-    rounds: Annotated[int, Ge(2)] = 3
+    rounds: Annotated[int, Ge(2)] = 2
     """Times that each number of workers takes its turn."""
     smoke: bool = False
     """Two rounds, with batches of one item."""

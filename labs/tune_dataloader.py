@@ -5,10 +5,10 @@
     tuning = tune_dataloader(dataset, step, batch_size=64)
     loader = DataLoader(dataset, 64, shuffle=True, **tuning.settings)
 
-About 10 s on 2 CPU cores. The factory takes no arguments and returns (map-style dataset, training step that takes a
+About 8 s on 2 CPU cores. The factory takes no arguments and returns (map-style dataset, training step that takes a
 batch), and as a third, if need be, a dictionary of options for DataLoader. The step moves the batch to the device
 itself, and it really trains: give it a copy of a model that you want to keep. Without --dataset, the course's photos
-are loaded as from a server: each one waits for 16 ms before it is decoded.
+are loaded as from a server: each one waits for 18 ms before it is decoded.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Config:
     """package.module:factory of (dataset, step) or (dataset, step, options of DataLoader)."""
     batch_size: Annotated[int, Ge(1)] = 4
     """Samples per batch."""
-    budget_s: Annotated[float, Gt(0)] = 9.0
+    budget_s: Annotated[float, Gt(0)] = 7.5
     """After so many seconds no further round begins."""
     smoke: bool = False
     """At most one worker, in 1 s."""
@@ -207,10 +207,10 @@ class Config:
 
 
 class RemotePhotos(Photos):
-    """Photos of a server that takes 16 ms to answer."""
+    """Photos of a server that takes 18 ms to answer."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        time.sleep(0.016)
+        time.sleep(0.018)
         return super().__getitem__(i)
 
 

@@ -69,5 +69,5 @@ def e06_workers_load_in_parallel_and_cut_waiting(records: Records) -> Verdict:
         f"two workers load as much as one, times {said}; waiting falls from {before.scaled(100, '%')} to "
         f"{after.scaled(100, '%')}"
     )
-    right = [*(gain.low > 1 for gain in gains.values()), after.high < before.low]
-    return judged(right, [*(gain.high < 1 for gain in gains.values()), after.low > before.high], because)
+    right = [*(gain.value > 1.1 for gain in gains.values()), after.high < before.low]
+    return judged(right, [*(gain.value < 1 for gain in gains.values()), after.low > before.high], because)
