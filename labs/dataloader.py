@@ -1,299 +1,147 @@
-"""Does the loader keep the device busy, and which settings matter?
+"""Which side is slower, the loader or the model? And how fast are both together?
 
-    python -m labs.dataloader --nproc 1
-    python -m labs.dataloader --nproc 1 --parts sweep --workers 0 1 2 4 8 --batches 16 64 256
-    torchrun --nproc-per-node 1 -m labs.dataloader
+    python -m labs.dataloader --nproc 1      |      python -m labs.dataloader --nproc 1 --workers 4 --cores 0
+    python -m labs.dataloader --nproc 1 --dataset my_package.my_module:photos --model my_package.my_module:cnn
 
-About 25 s on 2 CPU cores, once the JPEG tiles have been cut. Rank 0 trains and loads; its workers may use all cores.
+About 9 s on 2 CPU cores. In turn: the model alone on one stored batch, the loader alone, and both together, without
+workers and with. In a further arm the step sleeps as long as the model's step takes: a stand-in for a device of its
+own, which leaves the cores to the workers. Rank 0 measures, with one thread.
 """
 
-import functools
-import itertools
+from __future__ import annotations
+
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from annotated_types import Ge, Gt
 
-from labs.common.data.tiles import tiles
-from labs.common.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
-from labs.common.loading.image_datasets import JpegFolder
-from labs.common.loading.rates import compared, counted, may_be_equal, quotient
-from labs.common.loading.tile_training import WIDTHS, Trainer, Watched
+from labs.common.loading import feed
+from labs.common.loading.images import training_step
 from labs.kit import cli, measure
-from labs.kit.errors import require
-from labs.kit.rank import Rank, unpinned
+from labs.kit.lab import imported, require_findable
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-LEAST_TIMED, IN_TURN = 5, 2  # batches of each loader; loaders of each case that is compared in turn
-Part = Literal["prediction", "timeline", "sweep", "transfer"]
-SMOKE = {"workers": (0, 1), "batches": (4,), "batch_size": 4}  # with --smoke in a shell
+HOLDS = 0.85
+"""Measured over expected rate from which on the rule holds."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The images, the models and the settings to try."""
+    """What to load, what to train, and how long to measure."""
 
-    parts: tuple[Part, ...] = get_args(Part)
-    """What to measure; transfer needs a GPU."""
-    images: int = 1024
-    """JPEG tiles of 512 x 384 pixels, cut once and kept; each is decoded and resized to 224 x 224."""
-    batch_size: int = 16
-    """Images per batch, where the batch is not what varies."""
-    models: tuple[Literal["light", "even", "heavy"], ...] = ("light", "even", "heavy")
-    """Convolutional networks, from much faster to much slower than one loading process."""
-    workers: tuple[int, ...] = (0, 1, 2, 4)
-    """num_workers to try."""
-    batches: tuple[int, ...] = (4, 16, 32)
-    """Batch sizes of the sweep."""
-    seconds: float = 15.0
-    """Time for what is timed in all parts together, in s, equally long for each loader and model.
-
-    A part takes its share, a slower machine times fewer batches. What starts workers, and the timeline, come on top.
-    """
-    timed: int | None = None
-    """Batches that are timed in each case, after those that were ready before; each worker has as many: rounded up.
-
-    By default as many as fit into its part of `seconds`, at least 5.
-    """
-    seed: int = 0
-    """Seed of the model."""
+    dataset: str = "labs.common.loading.images:photos"
+    """package.module:factory, or in a notebook a function: returns a map-style dataset of (uint8 image, label)."""
+    model: str = "labs.common.loading.images:cnn"
+    """package.module:factory, or in a notebook a function: returns a module that takes a batch of float images."""
+    batch_size: Annotated[int, Ge(1)] = 16
+    """Images per batch."""
+    workers: Annotated[int, Ge(1)] = 2
+    """num_workers, beside none."""
+    cores: Annotated[int, Ge(0)] = 2
+    """CPU cores that training and workers may use; 0: all."""
+    rounds: Annotated[int, Ge(2)] = 6
+    """Times that each arm takes its turn."""
+    block_s: Annotated[float, Gt(0)] = 0.12
+    """Least time of one turn, in s."""
     smoke: bool = False
-    """Few images, cases and batches."""
+    """Two rounds of two batches."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.parts and self.models and self.workers and self.batches),
-            "parts, models, workers and batches must each hold something",
-        )
-        require(self.images >= 64, f"images must be at least 64, not {self.images}")
-        require(min(self.workers) >= 0, f"workers must not be negative: {min(self.workers)}")
-        require(min(*self.batches, self.batch_size) >= 1, "batch_size and batches must be at least 1")
-        measure.require_budget(self.seconds, None)
-        require(self.timed is None or self.timed >= 2, f"timed must be at least 2, not {self.timed}")
-        largest = max(*self.batches, self.batch_size)
-        require(largest <= self.images, f"a batch of {largest} needs as many images: raise images or lower the batch")
+        require_findable(self.dataset, "dataset")
+        require_findable(self.model, "model")
 
 
-def predict(model: float, loader: float, one: float, workers: int, cores: int) -> dict[str, float]:
-    """Images per second of both together by the two formulas: the slower one, and the same on shared cores."""
-    return {
-        "the slower one": expected(model, loader, workers),
-        "shared cores": expected_on_cores(model, loader, one, workers, cores),
-    }
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a factory cannot be imported."""
+    imported(config.dataset, "dataset")
+    imported(config.model, "model")
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 does everything; other ranks only wait. Its workers may run on all cores of the job."""
+    """Rank 0 measures, other ranks wait."""
     if rank.rank == 0:
-        cut = tiles(
-            64 if config.smoke else config.images, progress=lambda n, all: rank.progress(n, all, "cutting tiles")
-        )
-        data = JpegFolder(cut.paths, cut.labels)
-        for done, part in enumerate(config.parts, start=1):
-            with unpinned(rank):
-                yield from PARTS[part](data, config, rank)
-            rank.progress(done, len(config.parts), part)
+        dataset = imported(config.dataset, "dataset")()
+        step = training_step(imported(config.model, "model")(), rank.device)
+        with feed.on_cores(rank, config.cores):
+            yield from measured(config, rank, dataset, step)
     rank.barrier()
 
 
-def one_batch(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
-    """The first `size` items as one batch, loaded beforehand: what a DataLoader's default `collate_fn` does."""
-    images, labels = zip(*(data[i] for i in range(size)), strict=True)
-    return torch.stack(images), torch.tensor(labels)
+def measured(config: Config, rank: Rank, dataset: Any, step: Callable[[Any], None]) -> Iterator[Record]:
+    """Images per second of each arm; where the model trains, also the share of waiting and the seconds of a step."""
+    n, least_s = config.workers, 0.0 if config.smoke else config.block_s
+    with ExitStack() as stack:
+        loaders = {w: stack.enter_context(feed.running(feed.endless(dataset, w, config.batch_size))) for w in (0, n)}
+        stored = next(loaders[0])
+        measure.time_steps(lambda: step(stored), 3 if config.smoke else 15, rank.device)
+        step_s = [0.0]
+
+        def sleep(batch: Any) -> None:
+            time.sleep(step_s[-1])  # as long as the model's step took in this round
+
+        def turn(source: Iterator[Any], do: Any, workers: int) -> feed.Feed:
+            skip = feed.ready(workers) if workers else 0
+            return feed.drive(source, do, 2, rank.device, skip=skip, wave=max(1, workers), least_s=least_s)
+
+        arms: dict[tuple[str, int, str], Callable[[], feed.Feed]] = {
+            ("model", 0, "computes"): lambda: turn(feed.alone(stored), step, 0)
+        }
+        for w in (0, n):
+            arms["loader", w, "none"] = lambda w=w: turn(loaders[w], None, w)
+            arms["both", w, "computes"] = lambda w=w: turn(loaders[w], step, w)
+        arms["both", n, "sleeps"] = lambda: turn(loaders[n], sleep, n)
+        found: dict[tuple[str, int, str], list[feed.Feed]] = {arm: [] for arm in arms}
+        rounds = 2 if config.smoke else config.rounds
+        for done in range(rounds):
+            for arm, measure_once in arms.items():
+                found[arm].append(measure_once())
+                if arm[0] == "model":
+                    step_s.append(statistics.fmean(found[arm][-1].work_s))
+            rank.progress(done + 1, rounds, f"round {done + 1} of {rounds}")
+        for (way, workers, what), feeds in found.items():
+            case = {"way": way, "workers": workers, "step": what}
+            yield rank.record("images_per_s", "1/s", [f.parts(1)[0][1] for f in feeds], rank=0, **case)
+            if way != "loader":
+                waits = [f.parts(1)[0][0] for f in feeds]
+                yield rank.record("wait_share", "1", waits, rank=0, **case)
+                yield rank.record("step_s", "s", [statistics.fmean(f.work_s) for f in feeds], rank=0, **case)
 
 
-def _feed(
-    data: Dataset,
-    step: Any,
-    config: Config,
-    rank: Rank,
-    workers: int,
-    batch: int,
-    *,
-    every_step: bool = True,
-    **options: Any,
-) -> Feed:
-    """Drive a fresh loader; its workers are gone when this returns."""
-    skip = ready(workers, options.get("prefetch_factor") or 2)
-    with running(endless(data, workers, batch, **options)) as batches:
-        return drive(
-            batches,
-            step,
-            device=rank.device,
-            skip=skip,
-            wave=max(1, workers),
-            every_step=every_step,
-            **_how_long(config, batch),
-        )
+def over_expected(records: Records) -> dict[tuple[int, str], measure.Estimate]:
+    """{(workers, what the step does): measured over expected rate of both together}, round by round."""
+    model = records.one("images_per_s", way="model").samples
+    found = {}
+    for both in records.where("images_per_s", way="both"):
+        workers = both.case["workers"]
+        loader = records.one("images_per_s", way="loader", workers=workers).samples
+        expected = [feed.expected(m, rate, workers) for m, rate in zip(model, loader, strict=True)]
+        found[workers, both.case["step"]] = measure.paired_ratio(both.samples, expected)
+    return found
 
 
-def _how_long(config: Config, batch: int) -> dict[str, Any]:
-    """How many batches to time, and for how long at least. Small batches are more, or they would be all noise."""
-    if config.smoke:
-        return {"timed": 2}
-    usual, least_s = config.timed or LEAST_TIMED, 0.0 if config.timed else config.seconds / feeds(config)
-    as_many_images = min(max(3, usual * config.batch_size // batch), 4 * usual)
-    return {"timed": usual if batch == config.batch_size else as_many_images, "least_s": least_s}
+def category(records: Records) -> str:
+    """Whether the rule holds without workers, with workers beside a step that sleeps, and one that computes."""
+    said = []
+    for (workers, step), ratio in over_expected(records).items():
+        said.append(f"{workers} workers, step {step}: {'holds' if ratio.value >= HOLDS else 'fails'}")
+    return "; ".join(said)
 
 
-def feeds(config: Config) -> int:
-    """How many loaders and models are timed one after the other, if all parts run."""
-    n = len(config.workers)
-    return 2 * n * (1 + len(config.models)) + (n * len(config.batches) + 4) * IN_TURN
-
-
-def _rate(rank: Rank, feed: Feed, way: str, **case: Any) -> Record:
-    return rank.record("images_per_s", "1/s", feed.samples_per_s(), rank=0, way=way, batch=feed.batch, **case)
-
-
-def prediction(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """Model alone, loader alone, both: for every model and number of workers.
-
-    What is alone is measured again beside every run of both, since a machine is not equally fast all the time.
-    """
-    workers = config.workers[:2] if config.smoke else config.workers
-    stored = one_batch(data, config.batch_size)
-    names = config.models[:1] if config.smoke else config.models
-    steps = {model: Trainer(WIDTHS[model], rank.device, config.seed) for model in names}
-    models: dict[str, list[float]] = {model: [] for model in names}
-    for n in workers:
-        loader = list(_feed(data, None, config, rank, n, config.batch_size).samples_per_s())
-        for model, step in steps.items():
-            how_long = _how_long(config, config.batch_size)
-            models[model] += drive(alone(stored), step, device=rank.device, skip=2, **how_long).samples_per_s()
-            both = _feed(data, step, config, rank, n, config.batch_size)
-            yield _rate(rank, both, "both", model=model, workers=n)
-            yield rank.record("wait_share", "1", both.wait_share, rank=0, model=model, workers=n)
-        loader += _feed(data, None, config, rank, n, config.batch_size).samples_per_s()
-        yield rank.record("images_per_s", "1/s", loader, rank=0, way="loader", batch=config.batch_size, workers=n)
-    for model, rates in models.items():
-        yield rank.record("images_per_s", "1/s", rates, rank=0, way="model", batch=config.batch_size, model=model)
-
-
-def timeline(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """Who loaded which batch when, and when the trainer waited: two workers, the lightest and the heaviest model."""
-    for model in dict.fromkeys((config.models[0], config.models[-1])):
-        step, workers = Trainer(WIDTHS[model], rank.device, config.seed), 2
-        spans: dict[str, list[tuple[float, float]]] = {"waits": [], "trains": []}
-        with running(endless(Watched(data), workers, config.batch_size)) as batches:
-            for _ in range(4 if config.smoke else 14):
-                asked = time.perf_counter()
-                images, labels, worker, seconds = next(batches)
-                got = time.perf_counter()
-                step((images, labels))
-                spans["waits"].append((asked, got))
-                spans["trains"].append((got, time.perf_counter()))
-                loaded = (seconds[:, 0].min().item(), seconds[:, 1].max().item())
-                spans.setdefault(f"worker {int(worker[0])}", []).append(loaded)
-        zero = min(start for found in spans.values() for start, _ in found)
-        for who, found in spans.items():
-            for edge, values in zip(("start_s", "end_s"), zip(*found, strict=True), strict=True):
-                yield rank.record(edge, "s", [v - zero for v in values], rank=0, who=who, model=model)
-
-
-def sweep(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """Loader alone over workers and batch size, all cells in turn: one run of each would crown the luckiest."""
-    sizes = config.batches[:1] if config.smoke else config.batches
-    cells = list(itertools.product(sizes, config.workers[:2] if config.smoke else config.workers))
-    turns = [[_feed(data, None, config, rank, n, batch) for batch, n in cells] for _ in range(IN_TURN)]
-    for (batch, n), feeds_ in zip(cells, zip(*turns, strict=True), strict=True):
-        samples = [rate for feed in feeds_ for rate in feed.samples_per_s()]
-        yield rank.record("images_per_s", "1/s", samples, rank=0, way="sweep", batch=batch, workers=n)
-
-
-def _in_turn(cases: Sequence[tuple[dict[str, Any], Callable[[], Feed]]], rank: Rank) -> Iterator[Record]:
-    """Two feeds of each case, taken in turn, so that a slow spell hits all of them."""
-    found = [[feed() for _, feed in cases] for _ in range(IN_TURN)]
-    for k, (case, _) in enumerate(cases):
-        samples = [rate for turn in found for rate in turn[k].samples_per_s()]
-        yield rank.record("images_per_s", "1/s", samples, rank=0, way="both", batch=found[0][k].batch, **case)
-
-
-def transfer(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """pin_memory and non_blocking, all four ways: nothing without a GPU, where there is nothing to copy to."""
-    if rank.device.type != "cuda":
-        return
-    workers, cases = max(config.workers), []
-    for pin, non_blocking in itertools.product((False, True), repeat=2):
-        step = Trainer(WIDTHS["even"], rank.device, config.seed, non_blocking)
-        # no synchronisation between steps: it would undo the overlap that is to be measured
-        feed = functools.partial(
-            _feed, data, step, config, rank, workers, config.batch_size, every_step=False, pin_memory=pin
-        )
-        cases.append(({"model": "even", "pin_memory": pin, "non_blocking": non_blocking, "workers": workers}, feed))
-    yield from _in_turn(cases, rank)
-
-
-PARTS = {
-    "prediction": prediction,
-    "timeline": timeline,
-    "sweep": sweep,
-    "transfer": transfer,
-}
-
-
-def comparisons(records: Records, cores: int) -> list[dict[str, Any]]:
-    """One row per model and number of workers: measured rates, both predictions, and measured / predicted."""
-    rows = []
-    plain = [
-        r for r in records.where("images_per_s", way="both") if set(r.case) == {"way", "model", "workers", "batch"}
-    ]
-    for both in plain:
-        model, n = both.case["model"], both.case["workers"]
-        alone_, loader = (
-            records.one("images_per_s", way="model", model=model).value,
-            records.one("images_per_s", way="loader", workers=n).value,
-        )
-        one = records.one("images_per_s", way="loader", workers=0).value
-        found = predict(alone_, loader, one, n, cores)
-        rows.append({"model": model, "workers": n, "measured": both, "alone": alone_, "loader": loader, **found})
-    return rows
-
-
-def as_fast(records: Records, **case: Any) -> tuple[Record, list[Record]]:
-    """Of the rates with this case: the one with the largest median, and all that cannot be told from it, itself too."""
-    rows = records.where("images_per_s", **case)
-    best = max(rows, key=lambda r: r.value)
-    return best, [r for r in rows if r is best or may_be_equal(best, r)]
-
-
-def answer(run: Records) -> Iterator[str]:
-    """For each model its best number of workers and what limits; the best cell of the sweep; pinned memory."""
-    for alone_ in run.where("images_per_s", way="model"):
-        model = alone_.case["model"]
-        both = [
-            r
-            for r in run.where("images_per_s", way="both", model=model)
-            if set(r.case) == {"way", "model", "workers", "batch"}
-        ]
-        if both:
-            best = max(both, key=lambda r: r.value)
-            if min(len(best.samples), len(alone_.samples)) < 2:
-                yield f"{model} model: single samples, of which nothing can be said. Raise --seconds or --timed."
-                continue
-            share = quotient(best, alone_).scaled(100, "%")
-            fed = "the loader, or cores that both share, limit" if share.high < 95 else "the model may be what limits"
-            fed = "the model limits" if share.low >= 95 else fed
-            yield (
-                f"{model} model: with {counted(best.case['workers'])} it reaches most, {share} of its own "
-                f"{alone_.value:,.0f} images/s: {fed}."
-            )
-    if len(run.where("images_per_s", way="sweep")):
-        best, tied = as_fast(run, way="sweep")
-        others = sorted({r.case["workers"] for r in tied} - {best.case["workers"]})
-        known = f"; {', '.join(map(str, others))} cannot be told from it" if others else ""
+def answer(records: Records) -> Iterator[str]:
+    """Each side alone, and how far both together are from the rule."""
+    model = records.one("images_per_s", way="model").value
+    for (workers, step), ratio in over_expected(records).items():
+        loader = records.one("images_per_s", way="loader", workers=workers).value
+        both = records.one("images_per_s", way="both", workers=workers, step=step).value
         yield (
-            f"The loader alone is fastest with {counted(best.case['workers'])} and batches of "
-            f"{best.case['batch']}, {best.value:,.0f} images/s{known}."
+            f"With {workers} workers: model {model:,.0f} images/s, loader {loader:,.0f}, together {both:,.0f} if the "
+            f"step {step}, {ratio} of what the slower side or, without workers, taking turns would give."
         )
-    both = run.where("images_per_s", way="both")
-    ways = {(r.case["pin_memory"], r.case["non_blocking"]): r for r in both if "pin_memory" in r.case}
-    if ways:
-        yield f"{compared(ways[True, True], ways[False, False], 'pin_memory with non_blocking over neither')}."
 
 
 if __name__ == "__main__":

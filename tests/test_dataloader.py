@@ -1,140 +1,126 @@
-"""The loader lab: its model, its timeline's source, its formulas, the records of a run, and bad values."""
+"""The experiments of notebook 02: what they count, and what they make of a record."""
 
-import math
-import time
-
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from labs import dataloader as lab
-from labs.common.loading.tile_training import WIDTHS, TileNet, Trainer, Watched
-from labs.common.models import gradient_bytes
+from labs import dataloader, dataset_formats, loader_memory, loader_workers, tune_dataloader
+from labs.common.data.tiles import tiles
+from labs.common.loading.paths import TensorOfPaths, path
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 
-CPU = torch.device("cpu")
+LABS = {lab.__name__.removeprefix("labs."): lab for lab in (
+    dataloader, dataset_formats, loader_memory, loader_workers, tune_dataloader)}  # fmt: skip
 
 
-def test_predictions_by_hand():
-    found = lab.predict(model=100, loader=200, one=100, workers=2, cores=2)
-    assert found == {"the slower one": 100, "shared cores": pytest.approx(100)}
-    found = lab.predict(model=100, loader=80, one=40, workers=4, cores=2)
-    assert found == {"the slower one": 80, "shared cores": pytest.approx(2 / (0.01 + 0.025))}
-    alone = lab.predict(model=100, loader=100, one=100, workers=0, cores=2)
-    assert alone["the slower one"] == pytest.approx(50), "without workers they take turns"
+@pytest.mark.parametrize("name", LABS)
+def test_an_answer_and_a_category_follow_from_a_smoke_run(name):
+    run = launch(name, 1, smoke=True)
+    assert all(sentence.endswith(".") for sentence in LABS[name].answer(run))
+    assert LABS[name].category(run)
 
 
-def test_the_model_takes_bytes_and_numbers_alike_and_grows_with_its_width():
-    net = TileNet(8)
-    images = torch.randint(256, (2, 3, 224, 224), dtype=torch.uint8)
-    assert net(images).shape == (2, 9)
-    torch.testing.assert_close(net(images), net(images.float()))
-    sizes = [gradient_bytes(TileNet(w)) for w in WIDTHS.values()]
-    assert sizes == sorted(sizes) and sizes[-1] > 10 * sizes[0]
+def rates(way, workers, step, value):
+    case = {"way": way, "workers": workers, "step": step}
+    return Record("dataloader", "images_per_s", "1/s", [value * k for k in (0.99, 1.0, 1.01)], case=case)
 
 
-def test_a_step_trains_and_does_not_touch_the_batch():
-    images, labels = torch.randint(256, (4, 3, 224, 224), dtype=torch.uint8), torch.tensor([0, 1, 2, 3])
-    trainer = Trainer(8, CPU, seed=0)
-    before = [p.clone() for p in trainer.module.parameters()]
-    kept = images.clone()
-    trainer((images, labels))
-    assert all(not a.equal(b) for a, b in zip(before, trainer.module.parameters(), strict=True))
-    assert images.equal(kept) and images.dtype == torch.uint8
+def test_the_slower_side_decides_and_without_workers_they_take_turns():
+    records = Records([
+        rates("model", 0, "computes", 600.0), rates("loader", 0, "none", 300.0), rates("loader", 2, "none", 500.0),
+        rates("both", 0, "computes", 200.0), rates("both", 2, "sleeps", 490.0), rates("both", 2, "computes", 350.0),
+    ])  # fmt: skip
+    found = {case: ratio.value for case, ratio in dataloader.over_expected(records).items()}
+    assert found == pytest.approx({(0, "computes"): 1.0, (2, "sleeps"): 0.98, (2, "computes"): 0.7})
+    said = dataloader.category(records)
+    assert said == "0 workers, step computes: holds; 2 workers, step sleeps: holds; 2 workers, step computes: fails"
 
 
-def test_watched_items_say_who_loaded_them_and_when():
-    data = Watched(TensorDataset(torch.arange(8)))
-    start = time.perf_counter()
-    value, worker, seconds = data[3]
-    assert value == 3 and worker == -1 and len(data) == 8
-    assert start <= seconds[0] <= seconds[1] <= time.perf_counter()
-    found = {int(w) for _, workers, _ in DataLoader(data, 2, num_workers=2) for w in workers}
-    assert found == {0, 1}
-
-
-def test_seconds_of_a_long_uptime_survive_collating():
-    """As Python numbers they would be collated to float32, which knows 1/32 s after a week."""
-    (_, _, seconds) = next(iter(DataLoader(Watched(TensorDataset(torch.arange(4))), 4)))
-    assert seconds.dtype == torch.float64 and seconds.shape == (4, 2)
-
-
-def rate(way, samples, **case):
-    return Record("dataloader", "images_per_s", "1/s", samples, case={"way": way, "batch": 16, **case})
-
-
-def test_comparisons_put_both_predictions_beside_what_was_measured():
+def test_the_fewest_workers_that_feed_the_model():
+    shares = {"wait": (0.4, 0.8, 0.97, 0.98), "compute": (0.4, 0.7, 0.72, 0.71)}
     records = Records(
-        [
-            rate("loader", [50], workers=0),
-            rate("loader", [90], workers=2),
-            rate("model", [100], model="even"),
-            rate("both", [34], model="even", workers=0),
-            rate("both", [60, 62, 64], model="even", workers=2),
-            rate("both", [70], model="even", workers=2, prefetch_factor=4),
-            rate("sweep", [90], workers=2),
-        ]
+        Record("loader_workers", "model_share", "1", [share] * 3, case={"items": items, "workers": n})
+        for items, by in shares.items()
+        for n, share in enumerate(by, start=1)
     )
-    rows = lab.comparisons(records, cores=2)
-    assert [(r["model"], r["workers"], r["measured"].value) for r in rows] == [("even", 0, 34), ("even", 2, 62)]
-    assert rows[0]["the slower one"] == pytest.approx(100 / 3) and rows[1]["the slower one"] == 90
-    assert rows[1]["shared cores"] == pytest.approx(2 / (0.01 + 0.02))
-    assert (rows[1]["alone"], rows[1]["loader"]) == (100, 90)
+    assert loader_workers.category(records) == "wait: 3, compute: never"
+    assert loader_workers.workers_needed(2.5, 1) == 3 and loader_workers.workers_needed(2.0, 1) == 2
+
+
+def test_three_processes_hold_three_copies_under_forkserver_and_one_of_a_tensor():
+    run = launch("loader_memory", 1, paths=200_000, methods=("fork", "forkserver"))
+    by = loader_memory.total_mb(run)
+    assert by["np.array of str"]["forkserver"] > 1.1 * by["list"]["forkserver"]
+    assert by["np.array of bytes"]["fork"] < by["np.array of str"]["fork"] < by["list"]["fork"]
+    assert by["tensor and offsets"]["forkserver"] < by["np.array of bytes"]["forkserver"]
+
+
+def test_a_path_comes_back_from_the_tensor():
+    held = TensorOfPaths(map(path, range(50)))
+    assert len(held) == 50 and held[0].decode() == path(0) and held[49].decode() == path(49)
+
+
+def test_all_formats_hold_the_same_images(tmp_path):
+    paths = list(tiles().paths[:4])
+    dataset_formats.write_all(paths, tmp_path)
+    sources = dataset_formats.readers(paths, tmp_path)
+    images = {name: sorted(image.tobytes() for image in source()) for name, source in sources.items()}
+    assert images["JPEG, short side 256; resize"] == images["tar shards; resize"] == images["memory map; none"]
+    assert {np.array(image).nbytes for image in sources["JPEG; resize"]()} == {224 * 224 * 3}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("model", "loader", "enough", "compared"),
     [
-        ({"parts": ()}, "must each hold something"),
-        ({"workers": (2, -1)}, "workers must not be negative: -1"),
-        ({"batches": (16, 0)}, "batch_size and batches must be at least 1"),
-        ({"images": 64, "batches": (4, 128)}, "a batch of 128 needs as many images"),
+        (650, {0: 150, 1: 150, 2: 300}, False, [0, 1, 2]),
+        (650, {0: 150, 1: 150, 2: 300, 4: 480, 8: 500}, True, [2, 4, 8]),  # more bring nothing
+        (100, {0: 150, 1: 150, 2: 300}, True, [0, 1, 2]),  # three times as fast as the model
+        (1e6, {0: 1e5, 1: 2e4, 2: 2.1e4}, True, [0]),  # items so small that a worker costs more than it brings
     ],
 )
-def test_a_bad_value_is_one_line(change, message):
-    with pytest.raises(BadInput, match=message) as error:
-        lab.Config(**change)
-    assert "\n" not in str(error.value)
+def test_which_numbers_of_workers_are_compared(model, loader, enough, compared):
+    assert tune_dataloader.is_enough(model, loader) is enough
+    assert tune_dataloader.finalists(model, loader) == compared
 
 
-@pytest.fixture(scope="module")
-def run():
-    return launch("dataloader", nproc=1, smoke=True)
+def test_the_fewest_workers_close_to_the_best_win():
+    assert tune_dataloader.ladder(6) == [0, 1, 2, 4, 6] and tune_dataloader.ladder(0) == [0]
+    assert tune_dataloader.cheapest({2: 300, 4: 375, 8: 400}) == 4
+    tuning = tune_dataloader.Tuning([650], {2: 300, 4: 480, 8: 500}, {2: [290], 4: [390], 8: [380]})
+    assert tuning.settings == {"num_workers": 4, "persistent_workers": True} and "share cores" in str(tuning)
 
 
-@pytest.mark.long
-def test_a_smoke_run_has_every_part(run):
-    ways = {r.case["way"] for r in run.where("images_per_s")}
-    assert ways == {"model", "loader", "both", "sweep"}
-    assert {r.case["workers"] for r in run.where("images_per_s", way="loader")} == {0, 1}
-    assert all(0 <= s <= 1 for r in run.where("wait_share") for s in r.samples)
-    assert all(math.isfinite(s) and s > 0 for r in run.where("images_per_s") for s in r.samples)
-    rows = lab.comparisons(run, cores=2)
-    assert [(r["model"], r["workers"]) for r in rows] == [("light", 0), ("light", 1)]
+def test_a_dataset_and_a_step_are_tuned():
+    seen = []
+    tuning = tune_dataloader.tune_dataloader(
+        TensorDataset(torch.arange(64.0)), lambda batch: seen.append(len(batch[0])), batch_size=8, max_workers=1,
+        budget_s=0.1, device="cpu",
+    )  # fmt: skip
+    assert set(seen) == {8} and set(tuning.both) <= {0, 1} and tuning.table.shape[1] == 3
 
 
-@pytest.mark.long
-def test_the_timeline_has_a_start_and_an_end_for_every_batch(run):
-    who = {"worker 0", "worker 1", "waits", "trains"}
-    for model in ("light", "heavy"):
-        assert {r.case["who"] for r in run.where("start_s", model=model)} == who
-        for name in who:
-            starts, ends = (run.one(edge, who=name, model=model).samples for edge in ("start_s", "end_s"))
-            assert all(0 <= a <= b for a, b in zip(starts, ends, strict=True)) and list(starts) == sorted(starts)
-        waited, trained = (run.one("end_s", who="waits", model=model), run.one("start_s", who="trains", model=model))
-        assert waited.samples == trained.samples, "training begins when the batch is there"
-        loaded = min(min(run.one("end_s", who=f"worker {w}", model=model).samples) for w in (0, 1))
-        assert loaded <= waited.samples[0], "no batch is trained on before a worker has loaded one"
+@pytest.mark.parametrize(
+    ("lab", "values", "words"),
+    [
+        ("dataloader", {"workers": 0}, "workers must be at least 1, not 0"),
+        ("dataloader", {"dataset": "labs.nothing:photos"}, "cannot be imported"),
+        ("loader_workers", {"model_rate": 0.0}, "model_rate must be more than 0"),
+        ("loader_memory", {"paths": 10}, "paths must be at least 1000"),
+        ("dataset_formats", {"images": 1}, "images must be at least 64"),
+        ("tune_dataloader", {"batch_size": 0}, "batch_size must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(lab, values, words):
+    with pytest.raises(BadInput, match=words) as e:
+        launch(lab, nproc=1, **values)
+    assert "\n" not in str(e.value)
 
 
-@pytest.mark.long
-def test_without_a_gpu_nothing_is_said_of_transfers(run):
-    transfers = [r for r in run if "pin_memory" in r.case]
-    assert bool(transfers) is torch.cuda.is_available()
-
-
-def test_other_ranks_only_wait():
-    run = launch("dataloader", nproc=2, smoke=True, parts=("sweep",), oversubscribe=True)
-    assert {r.layout["rank"] for r in run} == {0} and {r.metric for r in run} == {"images_per_s"}
+def test_the_tuner_says_what_it_cannot_tune():
+    data = TensorDataset(torch.arange(4.0))
+    for wrong, words in (({"batch_size": 5}, "batch_size must be 1 to 4"), ({"shuffle": True}, "leave out shuffle")):
+        with pytest.raises(BadInput, match=words):
+            tune_dataloader.tune_dataloader(data, print, **{"batch_size": 2} | wrong)

@@ -1,106 +1,117 @@
-"""Checkers of notebook 02: right answers of another style pass, and some wrong ones of rarer kinds have their name."""
+"""Exercises of notebook 02: right answers of another style pass; the shared tests judge references and mistakes."""
 
-from __future__ import annotations
+import functools
 
 import numpy as np
-import pytest
 import torch
-from speeds import first
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
-from labs.chapters.nb02 import solutions as solution
 from labs.kit.check import examine
 
 
-def passes(exercise_id, candidate):
-    outcome = examine(exercise_id, candidate)
+def passes(exercise_id, answer):
+    outcome = examine(exercise_id, answer)
     assert outcome.state == "passed", outcome.text
 
 
-def by_a_list_of_numbers(dataset, batch_size, rank, world_size, epoch, seed):
-    order = np.random.default_rng([seed, epoch]).permutation(len(dataset)).tolist()[rank::world_size]
+class Init:
+    def __init__(self, *numbers):
+        self.numbers = numbers
 
-    def renew(worker_id):
-        get_worker_info().dataset.rng = np.random.default_rng(get_worker_info().seed)
-
-    own = torch.Generator().manual_seed(hash((seed, epoch, rank)) % 2**63)
-    return DataLoader(dataset, batch_size, sampler=order, num_workers=2, worker_init_fn=renew, generator=own)
+    def __call__(self, worker):
+        get_worker_info().dataset.rng = np.random.default_rng((*self.numbers, worker))
 
 
-def by_a_batch_sampler(dataset, batch_size, rank, world_size, epoch, seed):
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, seed=100 * seed + epoch)
-    batches = BatchSampler(sampler, batch_size, drop_last=True)
+class Part(Sampler):
+    def __init__(self, size, rank, world_size, epoch, seed):
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        self.order = order[rank::world_size].tolist()
 
-    def renew(worker_id):
-        worker = torch.utils.data.get_worker_info()
-        worker.dataset.rng = np.random.Generator(np.random.PCG64([seed, rank, epoch, worker.id]))
+    def __iter__(self):
+        return iter(self.order)
 
-    return DataLoader(dataset, batch_sampler=batches, num_workers=2, worker_init_fn=renew)
-
-
-@pytest.mark.parametrize("right", first(1, [by_a_list_of_numbers, by_a_batch_sampler]))
-def test_other_loaders_for_a_rank_pass(right):
-    passes("02.1", right)
+    def __len__(self):
+        return len(self.order)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"num_workers": 0}, "num_workers=0"), ({"drop_last": True, "num_workers": 2}, "")],
-)
-def test_what_is_asked_of_the_loader_and_what_is_not(options, words):
-    def loader(dataset, batch_size, rank, world_size, epoch, seed):
-        made = solution.rank_loader(dataset, batch_size, rank, world_size, epoch, seed)
-        return DataLoader(dataset, batch_size, sampler=made.sampler, worker_init_fn=made.worker_init_fn, **options)
-
-    outcome = examine("02.1", loader)
-    assert words in outcome.text and (outcome.state == "passed") is not bool(words)
+def loader_with_a_callable_object(dataset, batch_size, rank, world_size, epoch, seed):
+    sampler = Part(len(dataset), rank, world_size, epoch, seed)
+    return DataLoader(
+        dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=Init(seed, epoch, rank), drop_last=True
+    )
 
 
-def test_ranks_and_epochs_that_add_up_to_the_same_seed_are_told():
-    def loader(dataset, batch_size, rank, world_size, epoch, seed):
-        made = solution.rank_loader(dataset, batch_size, rank, world_size, epoch, seed)
-
-        def renew(worker_id):
-            get_worker_info().dataset.rng = np.random.default_rng([seed + rank + epoch, worker_id])
-
-        return DataLoader(dataset, batch_size, sampler=made.sampler, num_workers=2, worker_init_fn=renew)
-
-    assert "is the same for (0, 1) and (1, 0)" in examine("02.1", loader).text
+def reseed(worker):
+    info = get_worker_info()
+    info.dataset.rng = np.random.default_rng(info.seed)
 
 
-def test_torchs_global_generator_is_left_alone():
-    def loader(dataset, batch_size, rank, world_size, epoch, seed):
-        torch.manual_seed(seed + rank)
-        return solution.rank_loader(dataset, batch_size, rank, world_size, epoch, seed)
-
-    assert "torch's global generator" in examine("02.1", loader).text
-
-
-def by_global_number(shards, rank, world_size):
-    worker, workers = (0, 1) if (info := get_worker_info()) is None else (info.id, info.num_workers)
-    return [s for i, s in enumerate(shards) if i % (world_size * workers) == worker * world_size + rank]
+def loader_with_a_seeded_generator(dataset, batch_size, rank, world_size, epoch, seed):
+    """torch derives each worker's seed from the loader's generator."""
+    generator = torch.Generator().manual_seed(1_000_000 * seed + 1000 * epoch + rank)
+    sampler = Part(len(dataset), rank, world_size, epoch, seed)
+    return DataLoader(
+        dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=reseed, generator=generator,
+        multiprocessing_context="fork",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("right", [by_global_number])
-def test_other_ways_to_share_shards_pass(right):
-    passes("02.4", right)
+def test_two_other_loaders():
+    passes("02.1", loader_with_a_callable_object)
+    passes("02.1", loader_with_a_seeded_generator)
 
 
-@pytest.mark.parametrize(
-    ("seed_of", "said"),
-    [
-        (lambda seed, epoch, rank, worker: seed + epoch + rank + worker, "rank 1 draws the numbers of worker 1 of"),
-        (lambda seed, epoch, rank, worker: [seed, rank, epoch + worker], "draws in epoch 1 what worker 1 draws in"),
-    ],
-)
-def test_a_sum_with_the_worker_in_it_is_named(seed_of, said):
-    def rank_loader(dataset, batch_size, rank, world_size, epoch, seed):
+def test_a_closure_of_another_kind_is_the_same_mistake():
+    def answer(dataset, batch_size, rank, world_size, epoch, seed):
         def init(worker):
-            get_worker_info().dataset.rng = np.random.default_rng(seed_of(seed, epoch, rank, worker))
+            reseed(worker)
 
-        sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
-        sampler.set_epoch(epoch)
-        return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=init)
+        loader = loader_with_a_callable_object(dataset, batch_size, rank, world_size, epoch, seed)
+        loader.worker_init_fn = functools.partial(init)
+        return loader
 
-    text = examine("02.1", rank_loader).text
-    assert said in text and "a sum such as" in text, text
+    assert "can't be pickled" in examine("02.1", answer).text
+
+
+def limits_by_ratio(run):
+    _, model, loader, both, *_ = run.values()
+    if not run["num_workers"]:
+        return "turns"
+    slower = {"model": model, "loader": loader}
+    side = min(slower, key=slower.get)
+    return side if both / slower[side] > 0.85 else "cores"
+
+
+def limits_by_the_step(run):
+    if run["num_workers"] == 0:
+        return "turns"
+    if run["step together (ms)"] > 1.2 * run["step alone (ms)"]:
+        return "cores"
+    return "loader" if run["loader alone (images/s)"] < run["model alone (images/s)"] else "model"
+
+
+def test_two_other_diagnoses():
+    passes("02.3", limits_by_ratio)
+    passes("02.3", limits_by_the_step)
+
+
+def shards_in_blocks(shards, rank, world_size):
+    each = len(shards) // world_size
+    mine, info = shards[rank * each : (rank + 1) * each], get_worker_info()
+    if info is None:
+        return mine
+    return [name for k, name in enumerate(mine) if k % info.num_workers == info.id]
+
+
+def shards_as_generator(shards, rank, world_size):
+    info = get_worker_info()
+    workers, me = (info.num_workers, info.id) if info else (1, 0)
+    usable = len(shards) - len(shards) % world_size
+    for k, name in enumerate(shards[:usable]):
+        if k % world_size == rank and k // world_size % workers == me:
+            yield name
+
+
+def test_two_other_ways_to_share_shards():
+    passes("02.4", shards_in_blocks)
+    passes("02.4", shards_as_generator)

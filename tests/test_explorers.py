@@ -14,18 +14,17 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs.chapters.nb02 import explorer as nb02
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
-from labs.explorers import roofline
+from labs.explorers import loader, roofline
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
 
 EXPLORERS = {
     "roofline": roofline.roofline,
-    "workers": nb02.workers,
+    "loader": loader.loader,
     "pipeline": nb06.pipeline,
     "slow_link": nb07.step,
     "scale": nb08.scale,

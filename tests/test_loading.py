@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections import namedtuple
 
 import psutil
 import pytest
@@ -19,8 +18,6 @@ from labs.common.loading.feed import (
     drive,
     endless,
     expected,
-    expected_on_cores,
-    on_device,
     ready,
     running,
 )
@@ -103,40 +100,12 @@ def test_no_batch_is_asked_for_after_the_deadline(clock, after, timed):
     assert len(feed.wait_s) == timed and all(t < start + after for t in asked)
 
 
-@pytest.mark.parametrize(("every_step", "syncs"), [(True, 2 + 1 + 3), (False, 1 + 1)])
-def test_the_device_is_synchronised_after_every_step_or_at_the_ends(clock, monkeypatch, every_step, syncs):
-    seen = []
-    monkeypatch.setattr(loading, "sync", lambda device: (seen.append(device), clock(0.25)))
-    feed = drive(batches(clock, [1] * 9), lambda b: None, 3, CPU, skip=2, every_step=every_step)
-    assert seen == [CPU] * syncs
-    assert feed.work_s == ((0.25,) * 3 if every_step else (0, 0, 0.25)), "what is queued belongs to the time"
-
-
 def test_alone_gives_the_same_batch_for_ever():
     batch = object()
     assert all(b is batch for b, _ in zip(alone(batch), range(5), strict=False))
 
 
 # -- batches
-
-
-Pair = namedtuple("Pair", "x y")
-
-
-def test_every_tensor_of_a_batch_is_moved_and_nothing_else_is_touched():
-    batch = {
-        "pair": Pair(torch.zeros(2), "name"),
-        "list": [torch.zeros(2), 3],
-        "tuple": (torch.zeros(2),),
-        "none": None,
-    }
-    moved = on_device(batch, torch.device("meta"))
-    assert isinstance(moved["pair"], Pair) and moved["pair"].y == "name" and moved["list"][1] == 3
-    tensors = [moved["pair"].x, moved["list"][0], moved["tuple"][0]]
-    assert all(t.is_meta for t in tensors) and moved["none"] is None and type(moved["tuple"]) is tuple
-
-
-# -- loaders
 
 
 def test_an_endless_order_has_every_index_once_per_epoch():
@@ -167,13 +136,6 @@ def test_workers_are_gone_when_the_block_ends_also_by_an_error():
 def test_without_workers_times_add_up_and_with_workers_the_slower_one_decides():
     assert expected(100, 50, 0) == pytest.approx(1 / (0.01 + 0.02))
     assert expected(100, 50, 2) == 50 and expected(50, 100, 2) == 50
-
-
-def test_cpu_seconds_of_model_and_workers_share_the_cores():
-    assert expected_on_cores(100, 200, 100, workers=2, cores=2) == pytest.approx(100)  # 2 / (0.01 + 0.01)
-    assert expected_on_cores(100, 200, 50, workers=4, cores=2) == pytest.approx(2 / 0.03)
-    assert expected_on_cores(100, 200, 50, workers=4, cores=64) == 100
-    assert expected_on_cores(100, 50, 50, workers=0, cores=64) == expected(100, 50, 0)
 
 
 class Sleeping(Dataset):

@@ -22,7 +22,7 @@ from labs.doctor.syntax import (
 from labs.doctor.training_loops import Section, Training
 
 DOCS = "https://docs.pytorch.org/docs/stable/"
-TRAPS = "4. What goes wrong with workers?"
+TRAPS = "5. What goes wrong silently?"
 COPIES = "https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html"
 HEALTHY = """
 import numpy as np
@@ -399,7 +399,7 @@ def _section_loaders(program: Program, section: Section) -> list[ast.Call]:
     "waits until the copy is done. It matters where copies are a part of the step that one can measure.",
     cure=".to(device, non_blocking=True)",
     notebook="02",
-    section="5. Tune your own",
+    section="6. Tune your own",
     source=COPIES,
     ill=(
         changed(HEALTHY, ("x = x.to(device, non_blocking=True)", "x = x.to(device)  # <-")),
@@ -440,7 +440,7 @@ def copy_blocks(program: Program, training: Training) -> Iterator[Found]:
     "for the device after each copy, but while the driver first copies the batch into a pinned buffer of its own.",
     cure="DataLoader(..., pin_memory=True)",
     notebook="02",
-    section="5. Tune your own",
+    section="6. Tune your own",
     source=COPIES,
     ill=changed(HEALTHY, ("pin_memory=True, ", ""), ("persistent_workers=True)", "persistent_workers=True)  # <-")),
     healthy=(
@@ -485,7 +485,7 @@ DECODES = {
     "ready when the step asks; the measurement above tells how long it waits.",
     cure="num_workers: as many as the cores that are free for this rank, then measure.",
     notebook="02",
-    section="2. How many workers?",
+    section="3. How many workers?",
     source=DOCS + "data.html#single-and-multi-process-data-loading",
     ill=changed(HEALTHY, ("num_workers=4, ", ""), (", persistent_workers=True)", ")  # <-")),
     healthy=(
@@ -574,7 +574,7 @@ def cudnn_benchmark(program: Program, training: Training) -> Iterator[Found]:
     "ranks on a machine they share the cores, and so do the loader's workers.",
     cure="At most the cores of the machine, divided by its ranks.",
     notebook="02",
-    section="2. How many workers?",
+    section="3. How many workers?",
     source=DOCS + "generated/torch.set_num_threads.html",
     ill=(
         "import os\nimport torch\ntorch.set_num_threads(2 * os.cpu_count())  # <-\n",

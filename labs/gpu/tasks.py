@@ -102,6 +102,8 @@ TASKS: dict[str, Task] = {
     "recompute": Task("What does recomputing cost a launch-bound stack?", 25, 90,
                       lab("activation_checkpointing")),
     "pinned_copies": Task("Does pinned memory help, and a stream of its own?", 10, 40, lab("gpu.pinned_copies")),
+    "dataloader": Task("Notebook 02: does a step on the GPU leave the cores to the workers?", 20, 60,
+                       lab("dataloader")),
     "ddp_one_rank": Task("What does DDP cost on one GPU?", 10, 40,
                          lab("data_parallel", "--model", "cnn", saved="data_parallel_one_rank")),
     "fsdp_one_rank": Task("What does FSDP2 cost on one GPU?", 20, 60,

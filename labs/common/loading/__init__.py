@@ -1,1 +1,1 @@
-"""Datasets of images in several formats, and input pipelines driven batch by batch."""
+"""Photos, paths, and loaders driven batch by batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from labs.kit._compat import end_workers
 from labs.kit.measure import sync
+from labs.kit.rank import Rank, unpinned
 
 Step = Callable[[Any], object]
 WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
@@ -67,21 +69,16 @@ def drive(
     *,
     skip: int = 1,
     wave: int = 1,
-    every_step: bool = True,
     least_s: float = 0.0,
     deadline: float = math.inf,
-    size: int | None = None,
 ) -> Feed:
     """Pull `skip` batches and then time `timed` of them, in whole waves and for at least `least_s` seconds.
 
-    Each goes through `step`, after which the device is synchronised or, where copies are to overlap with computing,
-    only before the first timed batch and after the last. What workers had ready before the clock started is free of
-    charge: `skip` it (see `ready`), unless the first batch is taken as soon as there is one. `size` is the number of
-    samples in a batch, if that cannot be told from the batch (see `rows`).
-    No batch is asked for after `deadline` (of time.perf_counter), so that there may be fewer, or none.
-    ValueError if the loader ends before.
+    Each goes through `step`, after which the device is synchronised. What workers had ready before the clock started
+    is free of charge: `skip` it (see `ready`). No batch is asked for after `deadline` (of time.perf_counter), so there
+    may be fewer, or none. ValueError if the loader ends before.
     """
-    turns = timed_batches(iter(batches), step, device if every_step else None, deadline)
+    turns = timed_batches(iter(batches), step, device, deadline)
     for _ in itertools.islice(turns, skip):
         pass
     sync(device)
@@ -92,17 +89,13 @@ def drive(
         wait, work, batch = turn
         waits.append(wait)
         works.append(work)
-    if works and not every_step:
-        start = time.perf_counter()
-        sync(device)
-        works[-1] += time.perf_counter() - start
-    return Feed(tuple(waits), tuple(works), size if size or not works else rows(batch), wave)
+    return Feed(tuple(waits), tuple(works), rows(batch) if works else 0, wave)
 
 
 def timed_batches(
-    source: Iterator[Any], step: Step | None, device: torch.device | None, deadline: float
+    source: Iterator[Any], step: Step | None, device: torch.device, deadline: float
 ) -> Iterator[tuple[float, float, Any]]:
-    """(seconds of waiting, seconds of work, batch) of each batch; `device` is synchronised after each, if given."""
+    """(seconds of waiting, seconds of work, batch) of each batch; `device` is synchronised after each step."""
     for done in itertools.count():
         start = time.perf_counter()
         if start >= deadline:
@@ -112,8 +105,7 @@ def timed_batches(
         got = time.perf_counter()
         if step is not None:
             step(batch)
-            if device is not None:
-                sync(device)
+            sync(device)
         yield got - start, time.perf_counter() - got, batch
 
 
@@ -150,18 +142,6 @@ def rows(batch: Any) -> int:
             except TypeError:
                 continue
     raise TypeError(f"a batch must hold a tensor, this one is of type {type(batch).__name__}")
-
-
-def on_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """`batch` with every tensor in it on `device`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
-    if isinstance(batch, Mapping):
-        return {k: on_device(v, device, non_blocking) for k, v in batch.items()}
-    if isinstance(batch, list | tuple):
-        parts = [on_device(v, device, non_blocking) for v in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
 
 
 class Forever(torch.utils.data.Sampler[int]):
@@ -238,10 +218,15 @@ def expected(model: float, loader: float, workers: int) -> float:
     return min(model, loader) if workers else 1 / (1 / model + 1 / loader)
 
 
-def expected_on_cores(model: float, loader: float, one: float, workers: int, cores: int) -> float:
-    """`expected`, when the model computes on the same `cores` as the workers: their CPU times share them.
-
-    `one` is the rate of one process that loads. A sample costs 1/model + 1/one CPU seconds, and there are
-    `cores` of them per second.
-    """
-    return min(expected(model, loader, workers), cores / (1 / model + 1 / one))
+@contextmanager
+def on_cores(rank: Rank, cores: int) -> Iterator[None]:
+    """Run on so many of the job's cores (0: all of them), as do workers started meanwhile; macOS has no such limit."""
+    with unpinned(rank):
+        before = getattr(os, "sched_getaffinity", lambda pid: set())(0)
+        if cores and len(before) > cores:
+            os.sched_setaffinity(0, sorted(before)[:cores])
+        try:
+            yield
+        finally:
+            if before:
+                os.sched_setaffinity(0, before)

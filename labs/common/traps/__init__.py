@@ -1,1 +1,1 @@
-"""What the traps of labs.loader_traps are made of, by subject."""
+"""Loaders that run out of memory or shared memory, for labs.oom_clinic."""

@@ -10,17 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
-
-from labs.common.traps.datasets import Blocks, last_line, no_worker_left, print_to
-from labs.common.traps.failures import WORDS, caught
 
 
 class SmallSharedMemory:
@@ -42,7 +34,9 @@ class SmallSharedMemory:
     def __call__(self, worker: int) -> None:
         import resource
 
-        print_to(self.log, worker)
+        file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, 2)
+        os.close(file)
         try:
             _mount_small_shm(self.size)
             self._mounted.fill_(1)
@@ -70,48 +64,6 @@ def _mount_small_shm(size: int) -> None:
     check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={size}".encode()))
 
 
-def stack(items: Sequence[Tensor]) -> Tensor:
-    """A collate_fn as many write it. Unlike torch's own it makes the batch in the worker's own memory."""
-    return torch.stack(list(items))
-
-
-LIMIT_BYTES, ITEM_BYTES = 4 * 2**20, 2**18
-SETTINGS: dict[str, dict[str, Any]] = {
-    "batch too large": {"batch_size": 32},
-    "batch too large, own collate_fn": {"batch_size": 32, "collate_fn": stack},
-    "batch too large, file_system": {"batch_size": 32},
-    "too many prefetched": {"batch_size": 5, "prefetch_factor": 4},
-    "prefetch_factor=1": {"batch_size": 5, "prefetch_factor": 1},
-    "no workers": {"batch_size": 32, "num_workers": 0},
-}
-
-
 def in_flight_bytes(workers: int, prefetch_factor: int, batch_bytes: int) -> int:
     """Most bytes of shared memory that batches take: all prefetched ones, one handed over and one in use."""
     return (workers * prefetch_factor + 2) * batch_bytes if workers else 0
-
-
-def small_shm(setting: str, timeout_s: float) -> dict[str, Any]:
-    """One pass over 8 MiB with 4 MiB of shared memory for the worker. `printed` is the last line of its output."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    options = {"num_workers": 1, "collate_fn": None, **SETTINGS[setting]}
-    case = {"workers": options["num_workers"], "prefetch_factor": options.get("prefetch_factor", 2)}
-    with tempfile.TemporaryDirectory() as folder, no_worker_left():
-        log = Path(folder) / "printed"
-        limit = SmallSharedMemory(LIMIT_BYTES, log)
-        try:
-            if "file_system" in setting:
-                torch.multiprocessing.set_sharing_strategy("file_system")
-            loader = DataLoader(
-                Blocks(32, ITEM_BYTES),
-                worker_init_fn=limit,
-                timeout=timeout_s if options["num_workers"] else 0,
-                **options,
-            )
-            found = caught(loader, step_s=0.03)
-        finally:
-            torch.multiprocessing.set_sharing_strategy(before)
-        printed = last_line(log)[:WORDS]
-    del found["text"]
-    case |= {"batch_bytes": options["batch_size"] * ITEM_BYTES, "how": limit.how if options["num_workers"] else "none"}
-    return {**found, **case, "printed": printed}

@@ -1,1 +1,0 @@
-"""Notebook 02: figures, claims, exercises, solutions."""
