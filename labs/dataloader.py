@@ -26,8 +26,8 @@ from labs.kit.lab import imported, require_findable
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-HOLDS = 0.85
-"""Measured over expected rate from which on the rule holds."""
+WITHIN = 0.15
+"""The rule holds if the measured rate is this near to the expected one, relative to it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def category(records: Records) -> str:
     """Whether the rule holds without workers, with workers beside a step that sleeps, and one that computes."""
     said = []
     for (workers, step), ratio in over_expected(records).items():
-        said.append(f"{workers} workers, step {step}: {'holds' if ratio.value >= HOLDS else 'fails'}")
+        said.append(f"{workers} workers, step {step}: {'holds' if abs(ratio.value - 1) <= WITHIN else 'fails'}")
     return "; ".join(said)
 
 

@@ -37,8 +37,9 @@ class Part(Sampler):
 def loader_with_a_callable_object(dataset, batch_size, rank, world_size, epoch, seed):
     sampler = Part(len(dataset), rank, world_size, epoch, seed)
     return DataLoader(
-        dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=Init(seed, epoch, rank), drop_last=True
-    )
+        dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=Init(seed, epoch, rank), drop_last=True,
+        generator=torch.Generator().manual_seed(hash((seed, epoch, rank)) % 2**32),
+    )  # fmt: skip
 
 
 def reseed(worker):
@@ -59,6 +60,15 @@ def loader_with_a_seeded_generator(dataset, batch_size, rank, world_size, epoch,
 def test_two_other_loaders():
     passes("02.1", loader_with_a_callable_object)
     passes("02.1", loader_with_a_seeded_generator)
+
+
+def test_workers_seeded_by_the_global_state_are_found():
+    def answer(*args):
+        loader = loader_with_a_callable_object(*args)
+        loader.generator = None
+        return loader
+
+    assert "draw from torch" in examine("02.1", answer).text
 
 
 def test_a_closure_of_another_kind_is_the_same_mistake():

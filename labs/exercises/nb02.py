@@ -39,15 +39,17 @@ def rank_loader(dataset: Dataset, batch_size: int, rank: int, world_size: int, e
     sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
     sampler.set_epoch(epoch)  # or every epoch has the order of epoch 0
     init = functools.partial(seed_worker, seed, rank, epoch)  # can be pickled: the function is at the top of a module
-    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=init)
+    first = int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1)[0])
+    generator = torch.Generator().manual_seed(first)  # workers' torch seeds come from it, not from the global state
+    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=init, generator=generator)
 
 
 ITEMS, BATCH, RANKS, EPOCHS, SEED = 24, 4, 2, 2, 11
-Rows = list[tuple[int, float]]
+Rows = list[tuple[int, float, float]]
 
 
 class Augmented(Dataset):
-    """Item: its number, and one draw of the data set's generator, as float64 (2,)."""
+    """Item: its number, one draw of the data set's generator and one of torch's, as float64 (3,)."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -56,7 +58,7 @@ class Augmented(Dataset):
         return ITEMS
 
     def __getitem__(self, i: int) -> Tensor:
-        return torch.tensor([i, self.rng.random()], dtype=torch.float64)
+        return torch.tensor([i, self.rng.random(), torch.rand(()).item()], dtype=torch.float64)
 
 
 class _Sent(pickle.Pickler):
@@ -91,7 +93,6 @@ def observe_rank_loader(answer: Callable[..., DataLoader]) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "what you return": type(first).__name__,
             "num_workers": getattr(first, "num_workers", None),
-            "torch's global random state is as it was": before.equal(torch.get_rng_state()),
         }
         if seen["num_workers"] != 2:
             return seen
@@ -102,8 +103,10 @@ def observe_rank_loader(answer: Callable[..., DataLoader]) -> dict[str, Any]:
         seen[f"workers can start by {METHOD}"] = True
         rows = {(r, e): _rows(answer, r, e, SEED) for r in range(RANKS) for e in range(EPOCHS)}
         again, other = _rows(answer, 0, 0, SEED), _rows(answer, 0, 0, SEED + 1)
-    read = {key: [i for i, _ in found] for key, found in rows.items()}
-    draws = {key: [x for _, x in found] for key, found in rows.items()}
+        kept = before.equal(torch.get_rng_state())  # each loader was made and read after the same seed
+    read = {key: [i for i, _, _ in found] for key, found in rows.items()}
+    draws = {key: [x for _, x, _ in found] for key, found in rows.items()}
+    torch_draws = {t for found in rows.values() for _, _, t in found}
     count = Counter(read[0, 0] + read[1, 0])
     return seen | {
         "items that each rank reads in an epoch": [len(read[r, 0]) for r in range(RANKS)],
@@ -113,9 +116,11 @@ def observe_rank_loader(answer: Callable[..., DataLoader]) -> dict[str, Any]:
         "different numbers drawn by one rank in one epoch": len(set(draws[0, 0])),
         "different numbers drawn by both ranks in one epoch": len({*draws[0, 0], *draws[1, 0]}),
         "different numbers drawn by both ranks in two epochs": len({x for drawn in draws.values() for x in drawn}),
+        "different numbers that both ranks draw from torch in two epochs": len(torch_draws),
+        "torch's global random state is as it was": kept,
         "a second run with the same seed repeats the first": again == rows[0, 0],
-        "another seed gives another order": [i for i, _ in other] != read[0, 0],
-        "another seed gives other draws": not {x for _, x in other} & set(draws[0, 0]),
+        "another seed gives another order": [i for i, _, _ in other] != read[0, 0],
+        "another seed gives other draws": not {x for _, x, _ in other} & set(draws[0, 0]),
     }
 
 
@@ -124,7 +129,7 @@ def _rows(answer: Callable[..., DataLoader], rank: int, epoch: int, seed: int) -
     loader = answer(Augmented(), BATCH, rank, RANKS, epoch, seed)
     loader.worker_init_fn = _Init(loader.worker_init_fn)
     loader.multiprocessing_context, loader.timeout = METHOD, WAIT_S
-    return [(int(i), x) for batch in _items(loader) for i, x in batch.tolist()]
+    return [(int(i), x, t) for batch in _items(loader) for i, x, t in batch.tolist()]
 
 
 def _items(loader: DataLoader) -> list[Any]:
@@ -157,9 +162,9 @@ def _same_on_every_rank(dataset: Any, batch_size: int, rank: int, world_size: in
 
 
 def _same_order(dataset: Any, batch_size: int, rank: int, world_size: int, epoch: int, seed: int) -> DataLoader:
-    sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
-    init = functools.partial(seed_worker, seed, rank, epoch)
-    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=init)
+    loader = rank_loader(dataset, batch_size, rank, world_size, epoch, seed)
+    loader.sampler.set_epoch(0)
+    return loader
 
 
 # -- 02.3 what limits a training run
