@@ -44,9 +44,9 @@ class Config:
     """num_workers, beside none."""
     cores: Annotated[int, Ge(0)] = 2
     """CPU cores that training and workers may use; 0: all."""
-    rounds: Annotated[int, Ge(2)] = 6
+    rounds: Annotated[int, Ge(2)] = 9
     """Times that each arm takes its turn."""
-    block_s: Annotated[float, Gt(0)] = 0.12
+    block_s: Annotated[float, Gt(0)] = 0.06
     """Least time of one turn, in s."""
     smoke: bool = False
     """Two rounds of two batches."""
