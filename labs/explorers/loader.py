@@ -39,6 +39,7 @@ def draw(model: float, one: float, workers: int, cores: int, ranks: int, wait: i
     ax.plot(counts, both, color=plot.BLUE, gid="kind:modelled")
     ax.text(MOST, model, "model alone", va="bottom", ha="right", color=plot.GREY)
     ax.text(MOST, loader[-1], "loader alone", va="bottom", ha="right", color=plot.VERMILION)
+    ax.text(MOST, both[-1], "both", va="top", ha="right", color=plot.BLUE)
     here(ax, workers, rate)
     ax.set(xlim=(-0.5, MOST + 0.5), ylim=(0, 1.15 * max(model, loader[-1])), xticks=range(0, MOST + 1, 2))
     total = f"{ranks} x {workers} = {ranks * workers} workers on {cores} cores."
