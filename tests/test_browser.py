@@ -224,9 +224,9 @@ def test_a_learner_runs_a_fresh_copy(page, server, checkout):
     saved = wait_for(lambda: run_completely(mine), what="the notebook to be saved")
     assert_pictures(page, saved)
     first.get_by_role("link", name=re.compile("^Next: measure time")).click()
-    expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
-    page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
-    expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")
+    expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("How fast is it really?")
+    page.locator('.jp-Notebook:visible a[href*="labs/timing.py"]').first.click()
+    expect(page.locator(".jp-FileEditor:visible")).to_contain_text("python -m labs.timing")
     assert "# mine" in mine.read_text() and copies.read(mine).made_of, "JupyterLab dropped what the copy says of itself"
     assert {f.state for f in copies.update(root=checkout)} == {"current"}
 

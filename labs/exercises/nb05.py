@@ -337,7 +337,7 @@ def observe_chunked_loss(answer: Answer) -> dict[str, Any]:
             with Allocated() as forward:
                 loss = answer(hidden, weight, labels, 32)
             kept = forward.alive()
-            seen[f"{where}: the loss"] = float(loss)
+            seen[f"{where}: the loss"] = loss.item()
             with Allocated() as backward:
                 (3 * loss.reshape(())).backward()
             for name, grad in (("hidden", hidden.grad), ("weight", weight.grad)):
