@@ -82,7 +82,7 @@ CAUSES = (
         "no saving",
         "{often} save something: {part} for each step on average, of {mean}",
         "save every few minutes",
-        "05, section 4",
+        "05, section 7",
         ("save",),
         "save",
         ("save",),
@@ -151,7 +151,7 @@ CAUSES = (
         "larger batch",
         LARGER + ": most of a step is paid whatever its size is",
         "batch_size={larger_batch}: other learning rate, other training",
-        "01, section 4",
+        "01, section 6",
         calls=("DataLoader",),
     ),
     Cause(
@@ -168,7 +168,7 @@ CAUSES = (
         "half precision",
         "forward and loss are computed in 32 bits",
         'with torch.autocast("{device}", torch.{half}): around forward and loss{scaler}; compare the losses',
-        "04, section 3",
+        "04, section 5",
         option=True,
     ),
     Cause(
