@@ -10,7 +10,7 @@ import pytest
 from labs.chapters.nb11 import vote
 from labs.claims import __main__ as command
 from labs.kit import docket, evidence
-from labs.kit.claims import SIGNS, Verdict, claims, deciding, table
+from labs.kit.claims import SIGNS, Verdict, claims, deciding, judge, table
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, load
 
@@ -27,6 +27,24 @@ def test_every_claim_has_a_verdict_and_what_would_change_it():
         assert claim.changes, f"{claim.id} does not say what would change its verdict"
         if docket.kind_of(found) == docket.NEEDS:
             assert claim.command.startswith(("python ", "make ", "torchrun ")), claim.id
+
+
+@pytest.mark.parametrize(
+    ("notebook", "computed"),
+    [
+        ("01", {"C07", "C08", "C10", "C15", "C22", "E23"}),
+        ("02", {"A33", "D23", "E06"}),
+        ("03", {"A13", "A20", "A21", "B37", "B46", "C27"}),
+        ("04", {"A30", "B09", "B10", "E16", "E18", "E19", "E20"}),
+        ("05", {"A27", "B12", "B14"}),
+    ],
+)
+def test_every_computed_claim_is_decided_by_the_committed_run(notebook, computed):
+    run, found = evidence.kept(notebook, evidence.RECORDED), [c for c in claims(notebook) if not c.verdict]
+    assert {c.id for c in found} == computed
+    for claim in found:
+        assert judge(claim, run, gpus=0, strict=True).word in ("holds", "does not hold", "depends"), claim.id
+        assert judge(claim, Records(), gpus=0, strict=True).word == "not tried yet"
 
 
 def test_the_docket_says_what_the_committed_notebooks_say():
