@@ -60,7 +60,9 @@ def _row(job: Job, rank: int) -> tuple[str, ...]:
     """Rank, last collective with its size, its state and number in its group, the rank's own line, its end."""
     of, call = job.of[rank], job.last(rank)
     line = job.stack_line(rank) or next(iter(call.own if call else ()), None)
-    name = f"{call.name} of {size(call)}" if call else "-" if of.calls is None else "none"
+    name = "-" if of.calls is None else "none"
+    if call:
+        name = f"{call.name} of {size(call)}" if call.dtypes else call.name
     state = call.state if call and call.backend == "nccl" else "-"  # gloo's never changes
     number = f"{call.number} of group {call.group}" if call else "-"
     return str(rank), name[:48], state, number, f"{line}"[:60] if line else "-", _end(of)

@@ -46,7 +46,7 @@ class Chart:
         if not here:
             return ""
         body = "".join(f"<tr><td>{'</td><td>'.join(_cells(row))}</td></tr>" for row in here)
-        head = "<th>name, and what you see</th><th>cause</th><th>fix</th>"
+        head = "<th>name, and what you see</th><th>fix</th>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"<details><summary>{subject}: {len(here)}</summary>{table}</details>"
 
@@ -64,4 +64,4 @@ def _cells(row: Row) -> tuple[str, ...]:
     fix = html.escape(row.fix.replace(row.source, "") if row.source else row.fix)
     if row.source:
         fix += f' <a href="{html.escape(row.source)}">source</a>'
-    return f"<b>{html.escape(row.name)}</b><br><code>{html.escape(shown)}</code>", html.escape(row.why), fix
+    return f"<b>{html.escape(row.name)}</b><br><code>{html.escape(shown)}</code>", fix
