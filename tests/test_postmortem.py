@@ -330,6 +330,6 @@ def test_bad_input_is_one_line(tmp_path):
         assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_to_read_evidence_needs_no_torch():
-    code = "import sys, labs.postmortem; assert 'torch' not in sys.modules, 'torch'"
+def test_to_read_evidence_or_an_error_needs_no_torch():
+    code = "import sys, labs.postmortem, labs.symptom; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)

@@ -71,7 +71,6 @@ HEAP = '  File "/usr/lib/python3.11/multiprocessing/heap.py", line 83, in __init
         (f"{FULL}: 'checkpoints/step_100.pt'", "disk full while saving"),
         ("DataLoader worker (pid 7) exited unexpectedly\n" + HEAP + FULL, "shared memory full"),
         ("[rank0]: \x1b[1;35mKeyError\x1b[0m: \x1b[35m'LOCAL_RANK'\x1b[0m", "no address"),
-        (GONE, "another rank is gone"),
     ],
 )
 def test_the_most_specific_line_decides_and_a_healthy_rank_is_no_cause(text, row):
@@ -123,8 +122,3 @@ def test_the_command_answers(tmp_path):
     ):
         done = command(*arguments)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_a_search_needs_no_torch():
-    code = "import sys, labs.symptom; assert 'torch' not in sys.modules, 'torch'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)

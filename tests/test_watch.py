@@ -224,13 +224,6 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, words):
     assert end.value.code == 2 and words in told and told.count("\n") == 1, told
 
 
-def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.py").write_text("")
-    found = watch.options(["--patience", "9", "x.py", "--patience", "1", "--help"])
-    assert found == (9, tmp_path / "debug", ["x.py", "--patience", "1", "--help"], "")
-
-
 # Ranks
 
 
