@@ -1,7 +1,7 @@
-"""Does this process get on? Asked from a thread of its own, about once per second.
+"""Does this process make progress? A thread beside it asks about once per second.
 
-A training that waits for ever does nothing at all, while one that is slow does something: it computes, reads, writes,
-or its workers do. No single sign of that holds for all, so any one of them counts. Imports no torch.
+A training run that hangs does nothing at all, while a slow one does something: it computes, reads or writes, or its
+workers do. No single sign fits all programs, so any one of them counts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 from labs.kit import _compat
 
 BUSY = 0.1
-"""Share of a core from which on somebody computes; a thread that logs, or asks a store now and then, takes less."""
+"""Share of a core above which a process computes; a thread that logs, or asks a store now and then, takes less."""
 BYTES_PER_S = 65_536
-"""Rate from which on somebody reads or writes; what watches, and what logs, moves less."""
+"""Rate above which a process reads or writes; this probe and a logger stay below it."""
 SWITCHES_PER_S = 1.0
-"""Rate at which a loader's worker that does something goes to sleep and wakes; an idle one looks up every 5 s."""
+"""Rate at which a busy loader worker sleeps and wakes; an idle one wakes every 5 s."""
 TCP_BYTES = (120, 136)  # of bytes_acked and bytes_received in struct tcp_info, linux/tcp.h
 DEEPEST = 500  # frames of a stack that are looked at
 
 
-class Movement:
-    """`look()` tells by what this process has moved since the last look, or "" if by nothing."""
+class ActivityProbe:
+    """`look()` names the sign of progress since the last look, or returns ""."""
 
     def __init__(self) -> None:
         self.main = threading.main_thread()
@@ -42,7 +42,7 @@ class Movement:
         self.samples: dict[str, tuple[float, Any]] = {}
 
     def look(self) -> str:
-        """One sign is enough, and the cheap ones come first; a sign that was not asked for begins anew."""
+        """One sign is enough, and the cheap ones come first; a sign that was not read starts again."""
         signs: dict[str, Callable[[], bool]] = {
             "steps": self._counts_changed,
             "stack": self._stack_is_new,
@@ -66,9 +66,9 @@ class Movement:
         return True
 
     def _stack_is_new(self) -> bool:
-        """Whether the main thread is where it has not been since it last got on.
+        """Whether the main thread is at a place that is new since the last progress.
 
-        Not merely elsewhere: a loop that waits is in one of few places, and would seem to get on for ever.
+        Another place is not enough: a loop that waits moves between a few places for ever.
         """
         stack = positions(sys._current_frames().get(self.main.ident or 0))
         new = stack not in self.known_stacks
@@ -78,7 +78,7 @@ class Movement:
     def _computes(self) -> bool:
         """All threads but this one; together with the time for which the main thread could run and no core was free.
 
-        A host that waits for NCCL spins, which is no work: then a stack that changes must tell.
+        A host that waits for NCCL spins, which is no work: then only a new stack counts.
         """
         busy = time.process_time() - time.thread_time() + _waited_for_a_core(os.getpid())
         share = self._rate("computing", busy)
@@ -97,18 +97,18 @@ class Movement:
         """Whether a process that it has started computes; or a worker of a loader sleeps and wakes, or reads."""
         import psutil
 
-        workers = {p.pid for p in list(multiprocess._children)}  # not active_children(): that one reaps them, too
-        moved = False
+        workers = {p.pid for p in list(multiprocess._children)}  # not active_children(): that one also reaps them
+        is_active = False
         for p in psutil.Process().children(recursive=True):
             with suppress(psutil.Error, OSError):
                 times = p.cpu_times()
                 busy = times.user + times.system + _waited_for_a_core(p.pid)
-                moved |= self._rate(f"cpu of {p.pid}", busy) >= BUSY
+                is_active |= self._rate(f"cpu of {p.pid}", busy) >= BUSY
                 if p.pid in workers:
                     switches = p.num_ctx_switches().voluntary
-                    moved |= self._rate(f"switches of {p.pid}", switches) >= SWITCHES_PER_S
-                    moved |= self._rate(f"bytes of {p.pid}", characters(str(p.pid))) >= BYTES_PER_S
-        return moved
+                    is_active |= self._rate(f"switches of {p.pid}", switches) >= SWITCHES_PER_S
+                    is_active |= self._rate(f"bytes of {p.pid}", characters(str(p.pid))) >= BYTES_PER_S
+        return is_active
 
     def _rate(self, name: str, value: float) -> float:
         """By how much `value` has risen per second since the last look; 0 at the first."""
@@ -128,7 +128,7 @@ def positions(frame: FrameType | None) -> tuple:
 
 
 def characters(pid: str) -> int:
-    """Bytes that a process, or a thread, has read and written so far, from caches, too; 0 where none are counted."""
+    """Bytes that a process, or a thread, has read and written so far, from caches as well; 0 where none are counted."""
     try:
         rows = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     except OSError:

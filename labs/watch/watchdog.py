@@ -18,13 +18,13 @@ from typing import Any
 
 from labs.kit.place import Place
 from labs.watch import evidence
-from labs.watch.movement import Movement
+from labs.watch.activity_probe import ActivityProbe
 
 LOOKS = 20  # within the patience, at least; once per second or more often
 STORE_S = 5.0
 """For an answer of the store that the ranks share."""
 GRACE_S = 2.0
-"""Given to the other ranks to write, before this one goes or tells."""
+"""Given to the other ranks to write, before this one leaves or reports."""
 
 
 class Board:
@@ -32,96 +32,92 @@ class Board:
 
     def __init__(self, place: Place) -> None:
         self.place, self.store = place, None
-        self.own: dict[str, int] = {}
+        self.local: dict[str, int] = {}
 
     def add(self, name: str, by: int) -> int | None:
         """The number's new value."""
         if self.place.ranks == 1:
-            self.own[name] = self.own.get(name, 0) + by
-            return self.own[name]
+            self.local[name] = self.local.get(name, 0) + by
+            return self.local[name]
         try:
             self.store = self.store or self._connect()
-            # A store of torchrun lives through restarts, so that each start has numbers of its own
+            # A store of torchrun lives through restarts, so each start has its own numbers
             return self.store and self.store.add(f"labs.watch/{self.place.restart}/{name}", by)
-        except (RuntimeError, KeyError):  # it has gone, or takes too long; or srun has told of ranks, nobody of a store
+        except (RuntimeError, KeyError):  # it has gone, or is too slow; or srun named ranks, and nothing named a store
             self.store = None
             return None
 
     def _connect(self) -> Any:
-        """A connection of this thread's own: the program's is taken while the program waits for something."""
+        """A connection for this thread alone: the program's is blocked while the program waits for something."""
         distributed = sys.modules.get("torch.distributed")
         if not hasattr(distributed, "TCPStore") or not hasattr(distributed, "is_initialized"):
             return None  # the program has not loaded it yet
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if not (by_agent or distributed.is_initialized()):
             return None  # rank 0 has not opened it yet
-        return distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_S),
-        )
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=STORE_S)
+        return distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-class Watchman:
+class Watchdog:
     """Watches a rank from `start()` on. `diagnose(folder)` yields the lines to print about a folder of evidence."""
 
     def __init__(self, folder: Path, patience_s: float, diagnose: Callable[[Path], Iterable[str]], prog: str) -> None:
         self.place = Place.of(os.environ, one_machine=True)
         self.folder = folder / f"restart{self.place.restart}" if self.place.restart else folder
         self.patience_s, self.diagnose, self.prog = patience_s, diagnose, prog
-        self.board, self.movement = Board(self.place), Movement()
+        self.board, self.probe = Board(self.place), ActivityProbe()
         self.pid, self.lock, self.over = os.getpid(), threading.Lock(), threading.Event()
         self.called_for, self.failures = 0, 0  # by any rank, that this one has answered
-        self.still = self.kept = self.ended = self.failed = False
+        self.still = self.has_evidence = self.ended = self.failed = False
 
     def start(self) -> None:
-        """Before the program loads torch: the recorder's size is read once. Earlier torch than 2.13 may keep none."""
-        if evidence.OLDER_BUFFER not in os.environ:  # which torch reads only where the newer name is not set
-            os.environ.setdefault(evidence.BUFFER, "2000")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # should NCCL's own watchdog be the first
-        for old in self.folder.glob(f"rank{self.place.rank}.*"):
-            old.unlink()
+        """Start the thread, before the program loads torch: torch reads the recorder's settings once."""
+        evidence.clear(self.folder, self.place.rank)
+        if self.place.ranks > 1:
+            self.folder.mkdir(parents=True, exist_ok=True)  # torch makes no folder for its dump
+            evidence.arm(self.folder, self.place.rank)  # NCCL's own watchdog aborts the process
+        for name, value in evidence.recorder_settings(self.folder, os.environ).items():
+            os.environ.setdefault(name, value)
         self.thread = threading.Thread(target=self._watch, name="labs.watch", daemon=True)
         self.thread.start()
 
     def _watch(self) -> None:
-        news, since = 0, time.monotonic()
+        progress, since = 0, time.monotonic()
         while not self.over.wait(min(1.0, self.patience_s / LOOKS)):
-            moved, now = self.movement.look(), time.monotonic()
-            found, calls, failures = (
-                self.board.add(*of) for of in (("moves", bool(moved)), ("calls", 0), ("failures", 0))
+            sign, now = self.probe.look(), time.monotonic()
+            total, calls, failures = (
+                self.board.add(*of) for of in (("progress", bool(sign)), ("calls", 0), ("failures", 0))
             )
-            if found is None or calls is None:  # ranks that know nothing of each other are not still
+            if total is None or calls is None:  # ranks that know nothing of each other are not still
                 since = now
                 continue
-            if found != news:
+            if total != progress:
                 if self.still:
-                    self._say(
-                        f"rank {self.place.rank} goes on after {now - since:.0f} s: {moved or 'another rank moves'}"
-                    )
-                news, since, self.still = found, now, False
+                    reason = sign or "another rank makes progress"
+                    self._print(f"rank {self.place.rank} continues after {now - since:.0f} s: {reason}")
+                progress, since, self.still = total, now, False
             if now - since >= self.patience_s and not self.still:
                 self.still = True
                 if calls == self.called_for:  # it is the first to notice
                     calls = self.board.add("calls", 1) or 0
-            if failures and not self.failures:  # who has failed tells
+            if failures and not self.failures:  # the rank that failed reports
                 self.failures = failures
                 self._write()
             if calls != self.called_for:
                 self.called_for, self.still = calls, True
                 self._write()
-                self._tell(f"no rank has moved for {self.patience_s:g} s", f"told {news}")
+                self._report(f"no rank has moved for {self.patience_s:g} s", f"reported {progress}")
 
     def end(self, exit_code: int, error: str = "", traceback: str = "") -> None:
-        """To be called when the rank's program has ended; if not well, the others write where they are, too.
+        """Call it when the rank's program has ended; if it failed, the other ranks write where they are as well.
 
-        That a single process leaves with an exit code and without an error is what it wanted, and nobody waits for it.
+        A single process that leaves with an exit code and without an error meant to, and no rank waits for it.
         """
         if os.getpid() != self.pid or self.ended:  # in a process that the program has forked
             return
-        if (exit_code == 0 and self.kept) or (self.place.ranks == 1 and not error):
+        if (exit_code == 0 and self.has_evidence) or (self.place.ranks == 1 and not error):
             self.ended = True
             return
         self._write(exit_code=exit_code, error=error, traceback=traceback)
@@ -133,29 +129,30 @@ class Watchman:
                 evidence.clear(self.folder)
                 self.folder.rmdir()
 
-    def tell(self, error: str) -> None:
-        """After `end`, and after the program's own words."""
+    def report(self, error: str) -> None:
+        """Call it after `end`, and after the program's own error message."""
         if os.getpid() == self.pid and self.failed:
-            self._tell(f"rank {self.place.rank} {error}", "failed")
+            self._report(f"rank {self.place.rank} {error}", "failed")
 
     def stop(self) -> None:
-        """When nothing follows: a thread that Python's end meets in a call of the store would abort the process."""
+        """Call it last: a thread that is inside of the store while Python ends would abort the process."""
         if os.getpid() == self.pid:
             self.over.set()
             self.thread.join(STORE_S + GRACE_S)
 
     def _write(self, **end: Any) -> None:
-        """All that there is of this rank; the last time with its exit code."""
+        """All evidence of this rank; the last time with its exit code."""
         with self.lock:
             if self.ended:
                 return
-            self.ended, self.kept = "exit_code" in end, self.kept or end.get("exit_code") != 0
+            self.ended = "exit_code" in end
+            self.has_evidence |= end.get("exit_code") != 0
             evidence.write_stacks(self.folder, self.place.rank)
             if hasattr(sys.modules.get("torch"), "distributed"):
                 evidence.write_recorder(self.folder, self.place.rank)
             evidence.write_end(self.folder, self.place.rank, **end)
 
-    def _tell(self, what: str, occasion: str) -> None:
+    def _report(self, what: str, occasion: str) -> None:
         """By the first rank of each machine, when its neighbours had time to write."""
         machine = self.place.neighbours[0]
         if self.board.add(f"{occasion} on {machine}", 1) != 1:
@@ -164,9 +161,9 @@ class Watchman:
         files = [self.folder / f"rank{r}.end.json" for r in self.place.neighbours]
         while not all(f.exists() for f in files) and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._say("\n".join([f"{what}; evidence is in {self.folder}", *self.diagnose(self.folder)]))
+        self._print("\n".join([f"{what}; evidence is in {self.folder}", *self.diagnose(self.folder)]))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print("\n".join(f"{self.prog}: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
