@@ -84,6 +84,7 @@ def _end(of: RankEvidence) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.error = lambda message: fail(PROG, message)  # one line, without the usage
     parser.add_argument("folder", type=Path, nargs="?", help="what the ranks left; without it, torch's place for dumps")
     folder, prefix = parser.parse_args().folder, ""
     if folder is None:

@@ -73,6 +73,7 @@ def main() -> None:
     """The command line."""
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, epilog=RATE, formatter_class=form)
+    parser.error = lambda message: fail(PROG, message)  # one line, without the usage
     parser.add_argument("text", nargs="*", help="what you see: words of an error, or your own")
     parser.add_argument("--file", type=Path, help="a log or a traceback; - reads standard input")
     parser.add_argument("--list", action="store_true", help="print the catalog")
