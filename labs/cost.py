@@ -1,4 +1,4 @@
-"""What does a training run cost: days, GPU-hours, energy, money, and which offer is the cheapest that is done in time?
+"""What does a training run cost: days, GPU-hours, money, and which offer is the cheapest that is done in time?
 
     python -m labs.cost --params 7e9 --tokens 1.4e11 --offers "H100 SXM:64" "A100 80GB SXM:128"
     python -m labs.cost --offers "H100 SXM:64:2.5" "A100 80GB SXM:128:1.2" --deadline-days 10 --budget 60000
@@ -24,7 +24,7 @@ from labs.common.cost_model import cards, choose, published
 from labs.common.cost_model.jobs import JobConfig
 from labs.common.cost_model.published import Estimate, Range
 from labs.common.cost_model.seconds import Cluster, Work
-from labs.kit import cli, hardware
+from labs.kit import cli
 from labs.kit.errors import BadInput, naming, require
 from labs.kit.lab import require_limits
 
@@ -128,11 +128,6 @@ class Bill:
         return self.days.times(24 * self.offer.gpus)
 
     @property
-    def mwh(self) -> Range:
-        """Energy of the boards at their limit all the time, so rather too much; hosts and cooling come on top."""
-        return self.gpu_hours.times((hardware.spec(self.offer.card).tdp_w or math.nan) / 1e6)
-
-    @property
     def money(self) -> Range | None:
         """GPU-hours times their price; None without a price."""
         return self.gpu_hours.times(self.offer.price) if self.offer.price else None
@@ -205,7 +200,7 @@ def table(found: Iterable[Bill]) -> pandas.DataFrame:
     for b in found:
         row = {"offer": str(b.offer), "plan": str(b.choice.plan) if b.choice else "", "days (band)": "none"}
         if b.days:
-            row |= {"days (band)": str(b.days), "GPU-hours": str(b.gpu_hours), "MWh": str(b.mwh)}
+            row |= {"days (band)": str(b.days), "GPU-hours": str(b.gpu_hours)}
             row |= {"money": str(b.money)} if b.money else {}
         rows.append(row)
     return pandas.DataFrame(rows).set_index("offer").fillna("")
@@ -222,7 +217,7 @@ def answer(config: Config, found: list[Bill]) -> list[str]:
         by = "money" if kept.money else "GPU-hours"
         lines = [
             f"Least {by} {limits}, at the upper end of the band: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
-            f"GPU-hours{money}, {kept.mwh} MWh at most on the boards.",
+            f"GPU-hours{money}.",
             f"Plan: {kept.choice.plan}. The largest part of a step is {kept.estimate.step.limit()}; saving and "
             f"failures take {kept.lost_share:.1%} of the time.",
         ]

@@ -96,7 +96,7 @@ def answer(config: Config) -> list[str]:
     found = predict(config)
     share = seconds.efficiency(config.work(), config.cluster(), config.plan())
     return [
-        f"{config.params:.3g} parameters on {config.gpus} x {config.gpu}. Time: {found}",
+        f"{config.params:.3g} parameters on {config.gpus} x {config.gpu}. {found}",
         f"Modelled, each GPU does {share:.0%} of what one alone would do with its share of the batch; the largest part "
         f"of a step is {found.step.limit()}.",
     ]

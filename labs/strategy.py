@@ -99,7 +99,7 @@ def answer(advice: Advice) -> list[str]:
     """What to use, what it needs, how long a step takes, and what that rests on."""
     config, limit = advice.config, choose.limit_bytes(advice.config.cluster) / 1e9
     lines = [_choice(advice, limit) if advice.choice else _nothing_fits(advice, limit)]
-    lines += [f"Time: {advice.estimate}"] if advice.estimate else []
+    lines += [str(advice.estimate)] if advice.estimate else []
     lines += [choose.undivided(config.batch, config.gpus)]
     if config.gpu in cards.NO_PEER_TO_PEER and config.gpus > 1 and not config.link_gb_s:
         lines += [f"{config.gpu}s have no peer-to-peer: measure busbw with nccl-tests and give it as --link-gb-s."]

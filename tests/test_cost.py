@@ -46,7 +46,6 @@ def test_the_bill_by_hand():
     seconds = 1000 * b.estimate.step.step_s
     assert b.days.value == pytest.approx(seconds / 86_400) and b.gpu_hours.value == pytest.approx(64 * seconds / 3600)
     assert b.money.value == pytest.approx(2.0 * 64 * seconds / 3600)
-    assert b.mwh.value == pytest.approx(0.7e-3 * 64 * seconds / 3600), "700 W by the datasheet"
     assert b.days.high / b.days.value == pytest.approx(BAND.high) and b.days.low / b.days.value == pytest.approx(
         BAND.low
     )

@@ -75,7 +75,7 @@ def draw(
     lost = {name: part for name, part in found.step.parts().items() if name != "arithmetic"}
     worst = max(lost, key=lost.get)
     sentence = (
-        f"Time: {found} The largest part of a step is {found.step.limit()}; besides arithmetic it is {worst}, "
+        f"{found} The largest part of a step is {found.step.limit()}; besides arithmetic it is {worst}, "
         f"{100 * lost[worst] / found.step.step_s:.2g} %. {bill(config, cluster, found.seconds, price)}"
         "Memory is not looked at here: labs.strategy says what fits."
     )

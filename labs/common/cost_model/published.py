@@ -97,7 +97,7 @@ def regime(found: Step, cluster: Cluster, plan: Plan) -> str:
         return "one GPU"
     several = plan.ranks > cluster.gpus_per_node
     slow = several and cluster.between.bytes_s < cards.REACHED * 1e9 * FAST_GB_S * (1 - 1e-9)
-    if slow or found.exposed_share > MOST_EXPOSED:
+    if slow or found.exposed_s > MOST_EXPOSED * found.step_s:
         return "slow network"
     return "fast network" if several else "PCIe" if cluster.pcie else "NVLink"
 
@@ -247,7 +247,7 @@ class Band:
     def refusal(self) -> str:
         """Why this band helps nobody, in one line; "" if it does."""
         useful = self.sources > 1 and self.high <= WIDEST * self.low
-        return "" if useful else f"no band for {self}; time a step on your machines."
+        return "" if useful else f"no time, because published runs support no band for {self}; time a step."
 
     def __str__(self) -> str:
         return (
@@ -283,7 +283,7 @@ class Estimate:
         return None if self.refusal else Range(s, self.band.low * s, self.band.high * s)
 
     def __str__(self) -> str:
-        return f"{self.seconds} s per step, for {self.band}. {BIAS}" if self.seconds else self.refusal
+        return f"Time: {self.seconds} s per step, for {self.band}. {BIAS}" if self.seconds else f"N{self.refusal[1:]}"
 
 
 def estimate(work: Work, cluster: Cluster, plan: Plan, calibration: str) -> Estimate:
@@ -297,7 +297,7 @@ SAME_CHIP = {"H200": "H100"}
 """Cards with the peak of another one and more memory."""
 GUESS = 0.4
 """Share of the peak that we assume for a card without a published run, to compare plans; no time is printed for it."""
-GUESSED = "no band: no published run says what share of its peak this card reaches; time a step."
+GUESSED = "no time, because no published run says what share of its peak this card reaches; time a step."
 
 
 @cache

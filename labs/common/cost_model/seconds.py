@@ -28,9 +28,6 @@ class Link:
     latency_s: float = 0.0
     """Of one message."""
 
-    def __post_init__(self) -> None:
-        require(self.bytes_s > 0 and self.latency_s >= 0, f"a link needs more than 0 bytes/s: {self}")
-
 
 INFINITE = Link(math.inf)
 
@@ -88,19 +85,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that exchange with each other, and how many of them share a node."""
-
-    ranks: int
-    per_node: int
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the group spans."""
-        return math.ceil(self.ranks / self.per_node)
-
-
-@dataclass(frozen=True)
 class Step:
     """One optimizer step in seconds, by what they are spent on."""
 
@@ -129,26 +113,22 @@ class Step:
             "waiting for the slowest": self.waiting_s,
         }
 
-    @property
-    def exposed_share(self) -> float:
-        """Exposed communication over the step."""
-        return self.exposed_s / self.step_s
-
     def limit(self) -> str:
         """The largest part of the step."""
         parts = self.parts()
         return max(parts, key=lambda name: parts[name])
 
 
-def all_reduce_s(size: float, group: Group, inside: Link, between: Link) -> float:
-    """Seconds of an all-reduce of `size` bytes: the faster of two ways. NCCL picks one by a model of its own.
+def all_reduce_s(size: float, n: int, per_node: int, inside: Link, between: Link) -> float:
+    """Seconds of an all-reduce of `size` bytes over n ranks, `per_node` of them in a node: the faster of two ways.
 
     Flat ring: 2 (n-1) messages and 2 (n-1)/n of the bytes pass every link of the ring, at the pace of the slower
     level (Patarasuk & Yuan 2009). Two levels: reduce-scatter inside, all-reduce between the nodes of each GPU's part,
     all-gather inside (Jia et al. 2018, arXiv 1807.11205; NCCL's trees send as much between nodes). All GPUs of a node
     use the network at once: a ring per network card.
     """
-    n, g, nodes = group.ranks, min(group.per_node, group.ranks), group.nodes
+    nodes = math.ceil(n / per_node)
+    g = min(per_node, n)
     if nodes == 1:
         return 2 * (n - 1) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s
     flat_in = 2 * (n - nodes) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s
@@ -159,21 +139,16 @@ def all_reduce_s(size: float, group: Group, inside: Link, between: Link) -> floa
     return min(max(flat_in, flat_out), two_in + two_out)
 
 
-def gather_s(size: float, group: Group, inside: Link, between: Link) -> float:
+def gather_s(size: float, n: int, per_node: int, inside: Link, between: Link) -> float:
     """Seconds of an all-gather to, or reduce-scatter of, `size` bytes.
 
     A ring: (n-1)/n of the bytes pass every GPU, (N-1)/N of them enter each of N nodes; both levels work at once.
     """
-    n, g, nodes = group.ranks, min(group.per_node, group.ranks), group.nodes
+    nodes = math.ceil(n / per_node)
+    g = min(per_node, n)
     own = (n - nodes) * inside.latency_s + (n - 1) / n * size / inside.bytes_s
     out = nodes * between.latency_s + (nodes - 1) / nodes * size / (g * between.bytes_s)
     return max(own, out if nodes > 1 else 0.0)
-
-
-def groups(cluster: Cluster, plan: Plan) -> tuple[Group, Group]:
-    """(tensor group, data group): tensor ranks sit next to each other, then data ranks; stages are farthest apart."""
-    tensor = Group(plan.tensor, min(plan.tensor, cluster.gpus_per_node))
-    return tensor, Group(plan.data, max(1, min(plan.data, cluster.gpus_per_node // plan.tensor)))
 
 
 def step(work: Work, cluster: Cluster, plan: Plan) -> Step:
@@ -197,7 +172,8 @@ def _tensor(work: Work, cluster: Cluster, plan: Plan, layers: int) -> float:
     """Two all-reduces of the activations per layer forward, two backward, two more if forward is repeated."""
     size = work.width_bytes * work.batch / (plan.data * plan.micro_batches)
     times = (6 if plan.recompute else 4) * layers * plan.micro_batches
-    return times * all_reduce_s(size, groups(cluster, plan)[0], cluster.inside, cluster.between)
+    per_node = min(plan.tensor, cluster.gpus_per_node)  # tensor ranks sit next to each other, then data ranks
+    return times * all_reduce_s(size, plan.tensor, per_node, cluster.inside, cluster.between)
 
 
 def _stages(work: Work, cluster: Cluster, plan: Plan) -> float:
@@ -218,7 +194,8 @@ def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> 
     """
     if plan.data == 1:
         return 0.0
-    links, m = (groups(cluster, plan)[1], cluster.inside, cluster.between), plan.micro_batches
+    per_node = max(1, min(plan.data, cluster.gpus_per_node // plan.tensor))
+    links, m = (plan.data, per_node, cluster.inside, cluster.between), plan.micro_batches
     parts = 4 if plan.recompute else 3  # forward is one, backward two, recomputing one more
     forward, backward = busy / parts, busy * (parts - 1) / parts
     if not plan.sharded:
