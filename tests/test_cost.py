@@ -41,7 +41,6 @@ def test_bad_input_is_one_line(values, words):
 
 
 def test_the_bill_by_hand():
-    """Without start-up and failures: steps x a step; the rest is multiplication."""
     b = one(**QUIET, tokens=2048 * 1024 * 1000)
     seconds = 1000 * b.estimate.step.step_s
     assert b.days.value == pytest.approx(seconds / 86_400) and b.gpu_hours.value == pytest.approx(64 * seconds / 3600)
@@ -49,11 +48,6 @@ def test_the_bill_by_hand():
     assert b.days.high / b.days.value == pytest.approx(BAND.high) and b.days.low / b.days.value == pytest.approx(
         BAND.low
     )
-
-
-def test_arithmetic_alone_is_a_lower_bound():
-    ideal_days = 6 * 7e9 * 20 * 7e9 / (64 * 0.5 * 989.4e12) / 86_400
-    assert ideal_days < one(**QUIET, reached=0.5).days.value < 2 * ideal_days
 
 
 def test_startup_is_paid_and_has_no_band_and_failures_lengthen():
@@ -77,12 +71,6 @@ def test_an_offer_without_a_band_or_a_plan_has_no_days_and_is_never_the_cheapest
     assert one("H100 SXM:64", network_gb_s=1.0).days is None, "slow network"
 
 
-def test_a_plan_keeps_its_headroom():
-    b = one("A100 80GB SXM:1024", params=175e9)
-    assert b.choice.plan.ranks == 1024 and b.choice.memory_bytes <= 0.9 * 81920 * 2**20
-    assert one("A100 80GB SXM:8", params=175e9).choice is None
-
-
 def made(price, days, gpus=64) -> cost.Bill:
     return replace(one(), offer=cost.Offer("H100 SXM", gpus, price), days=cost.Range(days, 0.9 * days, 1.5 * days))
 
@@ -96,12 +84,6 @@ def test_limits_are_kept_at_the_upper_end():
     money = sure.money.high
     assert cost.cheapest([sure], budget=money) is sure and cost.cheapest([sure], budget=0.99 * money) is None
     assert cost.cheapest([made(None, 4, gpus=64), made(None, 3, gpus=128)]).offer.gpus == 64, "GPU-hours"
-
-
-def test_the_published_estimate_for_gpt_3_is_near_the_band():
-    """34 days on 1,024 A100: Narayanan et al. 2021, arXiv:2104.04473, section 5.1."""
-    days = one("A100 80GB SXM:1024", params=174.6e9, tokens=300e9, batch=1536, layers=96, hidden=12288).days
-    assert 0.5 * days.low < 34 < 1.5 * days.high, "another table calibrated the card"
 
 
 def test_the_command_answers_first_and_refuses_in_one_line(monkeypatch, capsys):

@@ -36,8 +36,6 @@ WORK = Work.of(Job(1e9, 512, 1024, 20, 2048))
 FREE = replace(CLUSTER, inside=INFINITE, between=INFINITE, memory_bytes_s=math.inf, gap_s=0.0, spread=0.0)
 ALONE = cost(JOB, ONE_NODE, Plan())
 
-# -- bytes
-
 
 def test_states_of_7_billion_parameters_by_hand():
     """Adam in FP32: 16 bytes and a 16-bit copy; DDP's buckets add 4. FSDP2 on 8: an eighth, and two layers at work."""
