@@ -11,7 +11,6 @@ from labs.common.cost_model import published
 from labs.kit.errors import BadInput
 
 QUIET = {"startup_min": 0.0, "gpu_mtbf_days": 0.0, "save_s": 0.0}
-BAND = published.bands()["fast network"]
 
 
 def one(offer="H100 SXM:64:2.0", **values) -> cost.Bill:
@@ -45,9 +44,9 @@ def test_the_bill_by_hand():
     seconds = 1000 * b.estimate.step.step_s
     assert b.days.value == pytest.approx(seconds / 86_400) and b.gpu_hours.value == pytest.approx(64 * seconds / 3600)
     assert b.money.value == pytest.approx(2.0 * 64 * seconds / 3600)
-    assert b.days.high / b.days.value == pytest.approx(BAND.high) and b.days.low / b.days.value == pytest.approx(
-        BAND.low
-    )
+    assert b.days.high / b.days.value == pytest.approx(
+        b.estimate.band.high
+    ) and b.days.low / b.days.value == pytest.approx(b.estimate.band.low)
 
 
 def test_startup_is_paid_and_has_no_band_and_failures_lengthen():

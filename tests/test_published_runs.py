@@ -140,6 +140,7 @@ KEYS = {
     "rtx_4090_ddp": lambda c, k: (c["gpus"],),
     "powersgd": lambda c, k: (c["gpus"],),
     "huggingface_ddp": lambda c, k: (c["way"],),
+    "pytorch_split": lambda c, k: (c["schedule"], c["micro_batches"]),
     "mlperf_gpt3": lambda c, k: (
         c["gpus"],
         batch := c["gpus"] // (k["tensor"] * k["pipeline"]) * k["micro_batches"],
