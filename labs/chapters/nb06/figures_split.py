@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas
 
 from labs import fully_sharded, tensor_parallel
-from labs.common.planning.parallel_cost import sent_per_parameter
+from labs.common.cost_model.memory import sent_per_parameter
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio
