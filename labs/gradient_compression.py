@@ -289,11 +289,11 @@ def learns(ratio: measure.Estimate) -> str:
 
 
 def category(records: Records) -> str:
-    """Of a training: how each way learns. Of times: what PowerSGD is on the fastest and on the slowest link."""
+    """Of a training: how each way learns. Of times: whether PowerSGD is faster than FP32 on the slowest link."""
     if records.where("loss"):
         return ", ".join(f"{way} {learns(excess(records, way))}" for way in WAYS[1:])
     found = gains(records, "powersgd")
-    return " and ".join(measure.direction(found[pick(found)]) for pick in (max, min))
+    return measure.direction(found[min(found)])
 
 
 def answer(records: Records) -> Iterator[str]:

@@ -379,9 +379,9 @@ def compressed(gain: dict[float, float]) -> Records:
     return Records(rows)
 
 
-def test_powersgd_is_judged_on_the_fastest_and_the_slowest_link():
-    assert gradient_compression.category(compressed({400.0: 0.8, 25.0: 1.8})) == "slower and faster"
-    assert gradient_compression.category(compressed({400.0: 1.0, 25.0: 1.8})) == "inconclusive and faster"
+def test_powersgd_is_judged_on_the_slowest_link():
+    assert gradient_compression.category(compressed({400.0: 0.8, 25.0: 1.8})) == "faster"
+    assert gradient_compression.category(compressed({400.0: 1.8, 25.0: 1.0})) == "inconclusive"
 
 
 @pytest.mark.parametrize(
