@@ -284,7 +284,7 @@ def _sum(state, bucket):
     return _gathered(state, bucket, divide=False)
 
 
-EACH, STEPS, BEFORE, LIMIT = 300, 40, 2, 3.0
+EACH, STEPS, BEFORE, LIMIT = 300, 24, 2, 3.0
 """Numbers of a bucket, steps that count, steps before (DDP rearranges its buckets), bytes per gradient."""
 SMALLEST = 3e-3  # of the largest gradient of its bucket: less than half of a step of 1/127
 SCALES = {"large": 1.0, "small": 1e-4, "unequal": 0.01, "zero": 0.0}
@@ -353,9 +353,9 @@ def _nbytes(tensors: Any) -> int:
 
 
 def observe_hook(answer: Answer) -> dict[str, Any]:
-    """What equal gradients add up to in many steps, and the bytes per gradient, on 2 and on 6 ranks."""
+    """What equal gradients add up to in many steps, and the bytes per gradient, on 2 and on 5 ranks."""
     seen: dict[str, Any] = {}
-    for ranks in (2, 6):
+    for ranks in (2, 5):
         found = on_ranks(_constant, ranks, answer, when=f"in the hook, on {ranks} ranks")
         where, total = f"on {ranks} ranks", found[0]["total"]
         every = [_gradients(rank) for rank in range(ranks)]
