@@ -76,7 +76,7 @@ def test_rounds_of_a_chain_add_up_and_of_pairs_do_not():
 
 def one_scale_for_all(state, bucket):
     """All ranks agree on a scale first; int8 both ways, and the rank that rounds a mean keeps what that left out."""
-    rank, ranks, key = dist.get_rank(), dist.get_world_size(), bucket.parameters()[0]
+    rank, ranks, key = dist.get_rank(), dist.get_world_size(), tuple(map(id, bucket.parameters()))
     gradient = bucket.buffer() + state.get(key, 0)
     scale = gradient.abs().max()
     dist.all_reduce(scale, op=dist.ReduceOp.MAX)
@@ -108,12 +108,10 @@ def test_int8_both_ways_with_one_scale():
 def test_sixteen_bits_both_ways_are_shown_as_too_many_bytes():
     def sixteen(state, bucket):
         mean = bucket.buffer().bfloat16() / dist.get_world_size()
-        rest = (bucket.buffer() / dist.get_world_size() - mean.float()) + state.get(bucket.parameters()[0], 0)
-        state[bucket.parameters()[0]] = rest
         dist.all_reduce(mean)
         done = torch.futures.Future()
         done.set_result(mean.float())
         return done
 
     text = examine("07.2", sixteen).text
-    assert "on 5 ranks: bytes that a rank sends per gradient: expected at most 3, got" in text, text
+    assert "on 5 ranks: bytes that a rank sends per gradient" in text and "3.1" in text, text

@@ -382,7 +382,7 @@ def _meaning(value: float, ranks: int) -> str:
 
 
 def _constant(answer: Answer) -> dict[str, Any]:
-    """The sum of each gradient over STEPS equal steps, and the most bytes of a step (8 per rank and bucket are free)."""
+    """The sum of each gradient over STEPS equal steps, and the most bytes of a step; 8 per rank and bucket are free."""
     ddp = DistributedDataParallel(_Given(), bucket_cap_mb=EACH * 4 / 2**20)  # a bucket for each parameter
     ddp.register_comm_hook({}, answer)
     gradients = _gradients(dist.get_rank())
