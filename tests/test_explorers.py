@@ -15,9 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
 from labs.chapters.nb06 import explorer as nb06
-from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
-from labs.explorers import loader, roofline
+from labs.explorers import exchange, loader, roofline
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
@@ -26,7 +25,7 @@ EXPLORERS = {
     "roofline": roofline.roofline,
     "loader": loader.loader,
     "pipeline": nb06.pipeline,
-    "slow_link": nb07.step,
+    "exchange": exchange.exchange,
     "scale": nb08.scale,
 }
 

@@ -96,54 +96,6 @@ def resnet50_split() -> Records:
     )
 
 
-H200_SWEEP = (
-    "github.com/stas00/ml-engineering at c53741b8, network/benchmarks/results/all-reduce-8xH200.md: 8 H200 in a node, "
-    "NVSwitch, NCCL 2.27.7, 20 trials per size, August 2026"
-)
-
-
-def all_reduce_on_8_h200() -> Records:
-    """Seconds of an all-reduce on 8 H200 by size in bytes, from the published bus bandwidths in 10^9 byte/s.
-
-    The same page says that NCCL ran a ring with its low-latency protocol up to 1 MiB, and NVLS, which adds up in the
-    switch, from 2 MiB on.
-    """
-    busbw = (
-        1.44,
-        2.93,
-        5.73,
-        11.74,
-        23.94,
-        39.93,
-        64.53,
-        107.16,
-        155.53,
-        219.89,
-        275.84,
-        346.51,
-        401.93,
-        436.15,
-        450.29,
-        463.58,
-        469.17,
-        473.10,
-        477.45,
-        482.26,
-    )
-    return Records(
-        Record(
-            "ml-engineering",
-            "all_reduce_s",
-            "s",
-            (2 * 7 / 8 * size / (1e9 * gb_s),),
-            "published",
-            {"size": size, "ranks": 8},
-            provenance={"source": H200_SWEEP},
-        )
-        for size, gb_s in zip((2**k for k in range(15, 35)), busbw, strict=True)
-    )
-
-
 # Raised by Function._run_through_graph (github.com/keras-team/keras, keras/src/ops/function.py, pull request 20705),
 # with the path of the output between the backticks: none if the model has a single output.
 KERAS_NOT_CONNECTED = "Output with path `` is not connected to `inputs`"
