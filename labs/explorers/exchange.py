@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
+import math
 
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
 from labs.kit import plot
@@ -23,6 +23,12 @@ def exposed_s(compute_s: float, seconds: float, hidden: float) -> float:
     return max(0.0, seconds - hidden * BACKWARD * compute_s)
 
 
+def pays_above_b_s(compute_s: float, size: float, ranks: int, latency_s: float, hidden: float) -> float:
+    """Bytes/s above which `ranks` train faster than one: n steps of one rank last longer than DDP's step."""
+    room = (ranks - 1) * compute_s + hidden * BACKWARD * compute_s - 2 * (ranks - 1) * latency_s
+    return ring_all_reduce_bytes(size, ranks) / room if room > 0 else math.inf
+
+
 def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: int, hidden: int) -> tuple:
     """The figure, the figure in words, and the time of an exchange."""
     compute, size = compute_ms / 1e3, 1e6 * mb
@@ -34,7 +40,6 @@ def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: in
     now = speedup(gb_s, hidden / 100)
     message = f"{ranks} ranks train {now:.2g}x as fast as one at {gb_s:.2g} GB/s"
     origin = Record("link", "speedup", "x", (now,), "modelled")
-    fig: Figure
     fig, ax = plot.figure(
         message, xlabel="bandwidth of a link, one direction (GB/s)", ylabel="speedup", records=[origin]
     )
@@ -48,10 +53,10 @@ def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: in
     plot.log_axes(ax, (0.01, 0.1, 1, 10, 100))
     ax.set(xlim=(0.01, 500), ylim=(0, 1.1 * ranks))
     ax.legend(loc="upper left")
-    pays = next((b for b in BANDWIDTHS if speedup(b, hidden / 100) > 1), None)
+    pays = pays_above_b_s(compute, size, ranks, latency_us / 1e6, hidden / 100)
     seconds = exchange_s(size, ranks, latency_us / 1e6, 1e9 * gb_s)
     exposed = exposed_s(compute, seconds, hidden / 100)
-    above = "It pays at none of these bandwidths." if pays is None else f"It pays from {pays:.2g} GB/s on."
+    above = "It pays on no link." if pays == math.inf else f"Splitting pays above {pays / 1e9:.2g} GB/s."
     return (
         fig,
         f"Speedup against bandwidth. {message}.",
