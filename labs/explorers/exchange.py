@@ -45,7 +45,7 @@ def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: in
     )
     for share, color, label in (
         (0.0, plot.VERMILION, "nothing hidden"),
-        (hidden / 100, plot.BLUE, f"{hidden}% hidden"),
+        (hidden / 100, plot.BLUE, f"{hidden}% of backward can hide it"),
     ):
         ax.plot(BANDWIDTHS, [speedup(b, share) for b in BANDWIDTHS], color=color, gid="kind:modelled", label=label)
     ax.axhline(1, color=plot.GREY, linestyle=":", gid="kind:modelled")
@@ -60,7 +60,7 @@ def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: in
     return (
         fig,
         f"Speedup against bandwidth. {message}.",
-        (f"An exchange takes {1e3 * seconds:.3g} ms, {1e3 * exposed:.3g} ms of it exposed. {above}"),
+        (f"An exchange takes {1e3 * seconds:.3g} ms; backward can't hide {1e3 * exposed:.3g} ms of it. {above}"),
     )
 
 
@@ -75,5 +75,5 @@ def exchange() -> None:
         gb_s=Slider("bandwidth of a link, one direction (GB/s)", BANDWIDTHS, BANDWIDTHS[7]),
         latency_us=Slider("latency of a message (µs)", (1, 5, 20, 100, 500), 20),
         ranks=Slider("ranks", powers(2, 1024), 8),
-        hidden=Slider("of backward that can hide the exchange (%)", (0, 25, 50, 75, 100), 75),
+        hidden=Slider("share of backward that can hide the exchange (%)", (0, 25, 50, 75, 100), 75),
     )

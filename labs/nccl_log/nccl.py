@@ -173,11 +173,11 @@ DECIDES = {
 
 def in_words(log: Log) -> Iterator[str]:
     """What an engineer would say of the log, a sentence or two each."""
-    version = f"NCCL {log.version}" if log.version else "NCCL of an unknown version"
-    ranks = f"{log.ranks} ranks" if log.ranks else "an unknown number of ranks"
+    version = f"NCCL {log.version}" if log.version else "NCCL, version not logged"
+    ranks = f"{log.ranks} ranks" if log.ranks else "number of ranks not logged"
     nodes = log.nodes or len(log.hosts)
     machines = f"{nodes} machine{'s' if nodes != 1 else ''}"
-    yield f"{version}, {ranks} {'on' if log.nodes else 'with lines from'} {machines}."
+    yield f"{version}; {ranks}; {'ran on' if log.nodes else 'lines from'} {machines}."
     if len(log.communicators) > 1:
         sizes = Counter(log.communicators.values())
         named = ", ".join(f"{n} of {size}" for size, n in sorted(sizes.items(), reverse=True))
@@ -188,14 +188,14 @@ def in_words(log: Log) -> Iterator[str]:
     if log.channels:
         orders = Counter(log.channels.values())
         order, times = orders.most_common(1)[0]
-        others = "; the others differ" if times < len(log.channels) else ""
+        others = f" ({times} of {len(log.channels)} channels use this order)"
         cut = f" and so on (NCCL wrote {len(order)} of {log.ranks} ranks)" if len(order) < log.ranks else ""
         ring, many = " -> ".join(map(str, order)), "s" * (len(log.channels) > 1)
-        yield f"{len(log.channels)} channel{many}, each a ring: {times} of them {ring}{cut}{others}."
+        yield f"NCCL set up {len(log.channels)} channel{many}, each with a ring: {ring}{cut}{others}."
     for family, n in sorted(log.families().items()):
         kinds = Counter(link.transport for link in log.links if link.family == family)
-        named = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-        yield f"{family} ({named}): {n} of {len(log.links)} links go {MEANING.get(family, 'a way of its own')}."
+        named = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+        yield f"{n} of {len(log.links)} links ({named}) go {MEANING.get(family, f'over {family}')}."
     yield from _findings(log)
     if log.trees:
         roots = sorted({rank for tree in log.trees.values() for rank, above in tree.items() if above == -1})
@@ -224,10 +224,11 @@ def _choices(log: Log) -> Iterator[str]:
                 runs.append((choice, []))
             runs[-1][1].append(size)
         parts = [
-            f"{algorithm} with {protocol} {_size(of[0])}" + (f" to {_size(of[-1])}" if len(of) > 1 else "")
+            f"{algorithm} with {protocol} "
+            + (f"from {_size(of[0])} to {_size(of[-1])}" if len(of) > 1 else f"at {_size(of[0])}")
             for (algorithm, protocol), of in runs
         ]
-        yield f"{collective or 'Collectives'} by size: {'; '.join(parts)}."
+        yield f"For {collective or 'collectives'}, NCCL chose {'; '.join(parts)}."
     if log.lines and not log.choices:
         yield "The log doesn't say which algorithm ran: add NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING."
 
