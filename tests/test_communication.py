@@ -422,8 +422,8 @@ def test_without_two_gpus_the_notebook_says_so_and_reads_published_lines(gpus, c
     cuda = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus))
     found = cell("nccl-log", torch=cuda, nccl_log=fakes)
     said = capsys.readouterr().out
-    assert found["sweep"] is None and f"here are {gpus}" in said and "issue 1453" in said
-    assert "Tree with LL 4 B to 64 KiB; Tree with LL128 128 KiB to 256 KiB" in said
+    assert found["sweep"] is None and f"this machine has {gpus}" in said and "issue 1453" in said
+    assert "Tree with LL from 4 B to 64 KiB; Tree with LL128 from 128 KiB to 256 KiB" in said
 
 
 def test_with_two_gpus_the_notebook_reads_its_own_log(capsys):
@@ -433,7 +433,7 @@ def test_with_two_gpus_the_notebook_reads_its_own_log(capsys):
     found = cell("nccl-log", torch=SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 4)), nccl_log=fakes)
     said = capsys.readouterr().out
     assert asked == [4] and isinstance(found["sweep"], Records)
-    assert "Your NCCL on 4 GPUs" in said and "AllReduce by size: Ring with Simple 4 KiB." in said
+    assert "Your NCCL on 4 GPUs" in said and "For AllReduce, NCCL chose Ring with Simple at 4 KiB." in said
 
 
 # -- bad input, one line each, before any rank

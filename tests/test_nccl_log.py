@@ -17,16 +17,20 @@ from labs.kit.record import Record, Records
 from labs.nccl_log import nccl
 
 TOLD = {
-    "2xRTX4090": ("2 ranks on 1 machine.", "2 of 2 links go through the host's memory", "1 pair of GPUs: PHB"),
+    "2xRTX4090": (
+        "2 ranks; ran on 1 machine.",
+        "2 of 2 links (SHM/direct: 2) go through the host's memory",
+        "1 pair of GPUs: PHB",
+    ),
     "8xA100": (
-        "8 ranks on 1 machine.",
+        "8 ranks; ran on 1 machine.",
         "24 channels",
-        "8 of 8 links go from GPU memory to GPU memory",
+        "go from GPU memory to GPU memory",
         "28 pairs of GPUs: NV12",
         "12 links each",
     ),
-    "8xH100": ("8 ranks on 1 machine.", "P2P/CUMEM 8", "28 pairs of GPUs: NV18"),
-    "2x8xH100": ("16 ranks on 2 machines.", "NET/IB/GDRDMA 2", "2 of 16 links go through a network card"),
+    "8xH100": ("8 ranks; ran on 1 machine.", "P2P/CUMEM: 8", "28 pairs of GPUs: NV18"),
+    "2x8xH100": ("16 ranks; ran on 2 machines.", "2 of 16 links (NET/IB/GDRDMA: 2) go through a network card"),
 }
 
 
@@ -99,9 +103,15 @@ def test_warnings_are_counted_with_the_place_in_the_source_before_them(place):
 @pytest.mark.parametrize(
     "written, told",
     [
-        ("   0   1   2   3", "2 of them 0 -> 1 -> 2 -> 3 and so on (NCCL wrote 4 of 64 ranks)"),  # up to 2.2x: 20 ranks
-        ("  0  1  2  3  ...", "2 of them 0 -> 1 -> 2 and so on (NCCL wrote 3 of 64 ranks)"),
-        ("  0  1  2 63...", "2 of them 0 -> 1 -> 2 and so on (NCCL wrote 3 of 64 ranks)"),  # 63 may have been 630
+        (
+            "   0   1   2   3",
+            "each with a ring: 0 -> 1 -> 2 -> 3 and so on (NCCL wrote 4 of 64 ranks)",
+        ),  # up to 2.2x: 20 ranks
+        ("  0  1  2  3  ...", "each with a ring: 0 -> 1 -> 2 and so on (NCCL wrote 3 of 64 ranks)"),
+        (
+            "  0  1  2 63...",
+            "each with a ring: 0 -> 1 -> 2 and so on (NCCL wrote 3 of 64 ranks)",
+        ),  # 63 may have been 630
     ],
 )
 def test_a_ring_of_many_ranks_is_cut_by_nccl(written, told):
@@ -116,7 +126,7 @@ def test_rings_are_those_of_the_largest_communicator(largest_first):
     world = [size.format(4, "0xa"), "Channel 00/01 : 0 1 3 2"]
     pair = [size.format(2, "0xb"), "Channel 00/02 : 0 1", "Channel 01/02 : 0 1", size.format(2, "0xc")]
     said = words(*world, *pair) if largest_first else words(*pair, *world)
-    assert "3 communicators (1 of 4, 2 of 2 ranks)" in said and "1 channel, each a ring: 1 of them 0 -> 1 -> 3" in said
+    assert "3 communicators (1 of 4, 2 of 2 ranks)" in said and "1 channel, each with a ring: 0 -> 1 -> 3" in said
 
 
 @pytest.mark.parametrize("text", ["", "loss 0.5\n" * 100, "\x00\xff", "NCCL_DEBUG=INFO"])
@@ -171,11 +181,11 @@ def test_the_command_reads_what_ranks_wrote_into_many_files(tmp_path):
     ("lines", "told"),
     [
         (["4 Bytes -> Algo 0 proto 0 time 25.2", "65536 Bytes -> Algo 0 proto 1 time 30.1"],
-         "Collectives by size: Tree with LL 4 B; Tree with LL128 64 KiB."),
+         "For collectives, NCCL chose Tree with LL at 4 B; Tree with LL128 at 64 KiB."),
         (["AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",
           "AllReduce: 8192 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",
           "AllReduce: 1073741824 Bytes -> Algo NVLS proto SIMPLE channel{Lo..Hi}={0..15}"],
-         "AllReduce by size: Ring with LL 4 KiB to 8 KiB; NVLS with Simple 1 GiB."),
+         "For AllReduce, NCCL chose Ring with LL from 4 KiB to 8 KiB; NVLS with Simple at 1 GiB."),
         (["Connected all rings"], "add NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING"),
     ],
 )  # fmt: skip

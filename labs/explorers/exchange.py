@@ -56,7 +56,7 @@ def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: in
     pays = pays_above_b_s(compute, size, ranks, latency_us / 1e6, hidden / 100)
     seconds = exchange_s(size, ranks, latency_us / 1e6, 1e9 * gb_s)
     exposed = exposed_s(compute, seconds, hidden / 100)
-    above = "It pays on no link." if pays == math.inf else f"Splitting pays above {pays / 1e9:.2g} GB/s."
+    above = "Splitting pays on no link." if pays == math.inf else f"Splitting pays above {pays / 1e9:.2g} GB/s."
     return (
         fig,
         f"Speedup against bandwidth. {message}.",

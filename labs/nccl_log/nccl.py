@@ -188,7 +188,7 @@ def in_words(log: Log) -> Iterator[str]:
     if log.channels:
         orders = Counter(log.channels.values())
         order, times = orders.most_common(1)[0]
-        others = f" ({times} of {len(log.channels)} channels use this order)"
+        others = f" (the order of {times} of {len(log.channels)})"
         cut = f" and so on (NCCL wrote {len(order)} of {log.ranks} ranks)" if len(order) < log.ranks else ""
         ring, many = " -> ".join(map(str, order)), "s" * (len(log.channels) > 1)
         yield f"NCCL set up {len(log.channels)} channel{many}, each with a ring: {ring}{cut}{others}."
