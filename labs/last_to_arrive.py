@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from labs.common.planning import slowest
+from labs.common.cost_model import waiting
 from labs.common.profiling import late_training
 from labs.common.profiling.late_training import PHASES, Training
 from labs.common.timing.moments import now, seconds_between
@@ -117,7 +117,7 @@ def predict(config: Config, case: str, world_size: int) -> float:
     if case == "nobody":
         return 0.0
     share = 1.0 if case == "one rank" else config.rare_share
-    return slowest.of_rare(share, 1e-3 * config.delay_ms, 1 if case == "one rank" else world_size)
+    return waiting.of_rare(share, 1e-3 * config.delay_ms, 1 if case == "one rank" else world_size)
 
 
 def late_rank_of(config: Config, world_size: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labs.common.planning import slowest
+from labs.common.cost_model import waiting
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.measure import Estimate
@@ -65,9 +65,9 @@ def group_sizes(world_size: int) -> list[int]:
 def predict(config: Config, kind: Kind, n: int) -> float:
     """Mean seconds of a step of n ranks: the work, and the expected largest of n delays."""
     delay = (
-        slowest.of_exponential(config.mean_ms, n)
+        waiting.of_exponential(config.mean_ms, n)
         if kind == "exponential"
-        else slowest.of_rare(config.rare_share, config.mean_ms / config.rare_share, n)
+        else waiting.of_rare(config.rare_share, config.mean_ms / config.rare_share, n)
     )
     return 1e-3 * (config.work_ms + delay)
 

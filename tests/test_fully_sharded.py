@@ -9,7 +9,7 @@ from torch import nn
 
 from labs import fully_sharded
 from labs.common import models
-from labs.common.planning.parallel_cost import sent_per_parameter
+from labs.common.cost_model.memory import sent_per_parameter
 from labs.common.sharding import fsdp
 from labs.common.sharding.traffic import HEADER_BYTES
 from labs.kit.errors import BadInput

@@ -289,6 +289,13 @@ COMPARED = {
         {_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
         {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]},
     ),
+    "llm_foundry_cards": lambda: (
+        {
+            (r.case["card"].replace(" ", "_"), 8 * r.case["batch"], r.config["micro_batches"]): r.value
+            for r in published.table("llm_foundry_cards")
+        },
+        {(card, int(b), int(m)): number(t) for card, b, m, t in second("llm_foundry_cards")[1]},
+    ),
     "llm_foundry": lambda: (
         {
             (

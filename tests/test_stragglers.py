@@ -10,7 +10,7 @@ import pytest
 from labs import slowest_rank as lab
 from labs.chapters.nb08 import figures_efficiency as figures
 from labs.common.checkpoints import checkpoint_interval
-from labs.common.planning import slowest
+from labs.common.cost_model import waiting
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
@@ -23,17 +23,17 @@ DRAWS = 200_000
 def test_expected_maxima_are_those_of_dice(n):
     dice = np.random.default_rng(n)
     many = dice.exponential(3.0, (DRAWS // n + 2000, n)).max(axis=1).mean()
-    assert slowest.of_exponential(3.0, n) == pytest.approx(many, rel=0.03)
+    assert waiting.of_exponential(3.0, n) == pytest.approx(many, rel=0.03)
     rare = 60 * (dice.random((DRAWS // n + 2000, n)) < 0.05).any(axis=1).mean()
-    assert slowest.of_rare(0.05, 60, n) == pytest.approx(rare, rel=0.05)
+    assert waiting.of_rare(0.05, 60, n) == pytest.approx(rare, rel=0.05)
 
 
 def test_ends_of_the_formulas():
-    assert slowest.of_exponential(3.0, 1) == 3.0 and slowest.of_exponential(1.0, 2) == 1.5
-    assert slowest.of_rare(0.05, 60, 1) == pytest.approx(3.0) and slowest.of_rare(0.05, 60, 10**6) == pytest.approx(60)
+    assert waiting.of_exponential(3.0, 1) == 3.0 and waiting.of_exponential(1.0, 2) == 1.5
+    assert waiting.of_rare(0.05, 60, 1) == pytest.approx(3.0) and waiting.of_rare(0.05, 60, 10**6) == pytest.approx(60)
     for wrong in (
-        lambda: slowest.of_exponential(1, 0),
-        lambda: slowest.of_rare(2, 1, 1),
+        lambda: waiting.of_exponential(1, 0),
+        lambda: waiting.of_rare(2, 1, 1),
     ):
         with pytest.raises(BadInput, match="at least one rank"):
             wrong()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from labs.kit.claims import articles
 from labs.kit.record import Record, Records, load
 
 TABLES = Path(__file__).parents[3] / "records" / "published"
@@ -41,6 +40,8 @@ def rtx_4090_epochs() -> Records:
 
 def stated(article: str, metric: str, unit: str, *values: float) -> Records:
     """What one of the five articles ("A" to "E") states, with its title as the source."""
+    from labs.kit.claims import articles  # imports torch, which no other function here needs
+
     told = articles()[article]
     source = f'"{told.title_en}" ({told.date})'
     return Records([Record("article", metric, unit, values, "published", provenance={"source": source})])

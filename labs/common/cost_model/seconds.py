@@ -1,0 +1,284 @@
+"""How long a step takes: computing, two levels of links, overlap, the pipeline's bubble, and the slowest rank.
+
+Every term is theory and has a unit; no number was fitted to a training run on many GPUs. `published` says how far off
+the sum is. Links "inside" join the GPUs of a node, links "between" join nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from labs.common.cost_model import waiting
+from labs.common.cost_model.jobs import Job, Plan
+from labs.common.cost_model.memory import COPY_BYTES, GRADIENT_BYTES
+from labs.kit.errors import require
+
+BUCKET_BYTES = 25 * 2**20  # of DDP; the last one has no backward pass left to hide behind
+GAP_S = 4e-6  # between the end of one kernel and the work of the next: our round number
+SPREAD = 0.01  # standard deviation of a rank's step time over its mean: our round number for equal, quiet GPUs
+KERNELS = 45  # of a transformer's layer, forward and backward: our count
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one GPU reaches in one direction."""
+
+    bytes_s: float
+    latency_s: float = 0.0
+    """Of one message."""
+
+    def __post_init__(self) -> None:
+        require(self.bytes_s > 0 and self.latency_s >= 0, f"a link needs more than 0 bytes/s: {self}")
+
+
+INFINITE = Link(math.inf)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs."""
+
+    gpus: int
+    gpus_per_node: int
+    flop_s: float
+    """Of one GPU while it multiplies, reached: the number that one timed step gives (`calibrated`)."""
+    inside: Link
+    """From one GPU to the others of its node."""
+    between: Link = INFINITE
+    """From one GPU to other nodes: its node's network cards over its node's GPUs."""
+    memory_bytes_s: float = math.inf
+    """Of one GPU's memory: what limits the optimizer's update."""
+    memory_bytes: float = math.inf
+    """Of one GPU."""
+    pcie: bool = False
+    """The links inside are PCIe, not NVLink."""
+    gap_s: float = GAP_S
+    spread: float = SPREAD
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one optimizer step has to do, over all GPUs."""
+
+    parameters: float
+    flop: float
+    """FLOPs of one sample, forward and backward, nothing recomputed."""
+    batch: float
+    """Samples per step."""
+    kernels: float = 0.0
+    """Kernels that one micro-batch launches on one GPU, forward and backward."""
+    layers: int = 1
+    width_bytes: float = 0.0
+    """Bytes of one sample's activations between two layers: what tensor and pipeline parallel send."""
+    gradient_bytes: float = GRADIENT_BYTES
+    """Per parameter, in the format in which gradients travel."""
+    weight_bytes: float = COPY_BYTES
+    """Per parameter, in the format in which FSDP2 gathers weights."""
+    update_bytes: float = 30.0
+    """Per parameter, read and written by the optimizer: Adam reads 4 and writes 3 FP32 numbers and a 16-bit copy."""
+    overlap: bool = True
+    """Gradients travel during backward (DDP, FSDP2); if not, after it."""
+
+    @classmethod
+    def of(cls, job: Job) -> Work:
+        """A transformer; a sample is a sequence."""
+        width = 2.0 * job.hidden * job.seq
+        return cls(job.parameters, job.flop / job.batch, job.batch, KERNELS * job.layers, job.layers, width)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange with each other, and how many of them share a node."""
+
+    ranks: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return math.ceil(self.ranks / self.per_node)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step in seconds, by what they are spent on."""
+
+    arithmetic_s: float
+    overhead_s: float
+    """Gaps between kernels and the optimizer's update: they don't shrink with the batch."""
+    bubble_s: float
+    """Stages of a pipeline wait for each other."""
+    exposed_s: float
+    """Communication that no computing hides."""
+    waiting_s: float
+    """For the slowest rank."""
+    between_share: float
+    """Of the time of all collectives, hidden or not: the share spent on links between nodes."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per optimizer step."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """{what the time is spent on: seconds}; they add up to the step."""
+        return {
+            "arithmetic": self.arithmetic_s,
+            "overhead": self.overhead_s,
+            "bubble": self.bubble_s,
+            "exposed communication": self.exposed_s,
+            "waiting for the slowest": self.waiting_s,
+        }
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed communication over the step."""
+        return self.exposed_s / self.step_s
+
+    def limit(self) -> str:
+        """The largest part of the step; for communication, the level of links that it waits for."""
+        parts = self.parts()
+        name = max(parts, key=lambda n: parts[n])
+        if name != "exposed communication":
+            return name
+        return "links between nodes" if self.between_share > 0.5 else "links inside a node"
+
+
+def all_reduce_s(size: float, group: Group, inside: Link, between: Link) -> tuple[float, float]:
+    """(seconds inside nodes, seconds between them) of an all-reduce of `size` bytes: the faster of two ways.
+
+    Flat ring: 2 (n-1) messages and 2 (n-1)/n of the bytes pass every link of the ring, at the pace of the slower
+    level (Patarasuk & Yuan 2009). Two levels: reduce-scatter inside, all-reduce between the nodes of each GPU's part,
+    all-gather inside (Jia et al. 2018, arXiv 1807.11205; NCCL's trees send as much between nodes). All GPUs of a node
+    use the network at once: a ring per network card. NCCL picks the faster one by a model of its own.
+    """
+    n, g, nodes = group.ranks, min(group.per_node, group.ranks), group.nodes
+    if n == 1:
+        return 0.0, 0.0
+    if nodes == 1:
+        return 2 * (n - 1) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s, 0.0
+    flat_in = 2 * (n - nodes) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s
+    flat_out = 2 * nodes * between.latency_s + 2 * (n - 1) / n * size / (g * between.bytes_s)
+    flat = (0.0, flat_out) if flat_out > flat_in else (flat_in, 0.0)  # one stream of chunks, at the slower level's pace
+    two_in = 2 * (g - 1) * inside.latency_s + 2 * (g - 1) / g * size / inside.bytes_s
+    hops = 2 * math.ceil(math.log2(nodes))  # up a tree of nodes and down again
+    two_out = hops * between.latency_s + 2 * (nodes - 1) / nodes * size / (g * between.bytes_s)
+    return min(flat, (two_in, two_out), key=sum)
+
+
+def gather_s(size: float, group: Group, inside: Link, between: Link) -> tuple[float, float]:
+    """(seconds inside nodes, seconds between them) of an all-gather to, or reduce-scatter of, `size` bytes.
+
+    A ring: (n-1)/n of the bytes pass every GPU, (N-1)/N of them enter each of N nodes; both levels work at once.
+    """
+    n, g, nodes = group.ranks, min(group.per_node, group.ranks), group.nodes
+    if n == 1:
+        return 0.0, 0.0
+    own = (n - nodes) * inside.latency_s + (n - 1) / n * size / inside.bytes_s
+    if nodes == 1:
+        return own, 0.0
+    out = nodes * between.latency_s + (nodes - 1) / nodes * size / (g * between.bytes_s)
+    return (0.0, out) if out > own else (own, 0.0)
+
+
+def groups(cluster: Cluster, plan: Plan) -> tuple[Group, Group]:
+    """(tensor group, data group): tensor ranks sit next to each other, then data ranks; stages are farthest apart."""
+    tensor = Group(plan.tensor, min(plan.tensor, cluster.gpus_per_node))
+    return tensor, Group(plan.data, max(1, min(plan.data, cluster.gpus_per_node // plan.tensor)))
+
+
+def step(work: Work, cluster: Cluster, plan: Plan) -> Step:
+    """The model: one step of `work` on `cluster` by `plan`."""
+    layers = math.ceil(work.layers / plan.pipeline)  # of the largest stage
+    share = layers / work.layers
+    again = 4 / 3 if plan.recompute else 1.0
+    arithmetic = again * share * work.batch * work.flop / (plan.data * plan.tensor * cluster.flop_s)
+    own = work.parameters * share / plan.tensor
+    update = own / (plan.data if plan.sharded else 1) * work.update_bytes / cluster.memory_bytes_s
+    gaps = again * share * plan.micro_batches * work.kernels * cluster.gap_s
+    busy = arithmetic + gaps
+    tensor = _tensor(work, cluster, plan, layers)
+    bubble = (busy + sum(tensor)) * (plan.pipeline - 1) / (1 if plan.naive else plan.micro_batches)
+    data, exposed = _data(work, cluster, plan, own, busy)
+    stages = _stages(work, cluster, plan)
+    slowest = cluster.spread * waiting.of_normal(plan.ranks) * (busy + update)
+    inside, between = (data[k] + tensor[k] + stages[k] for k in (0, 1))
+    exposed += sum(tensor) + sum(stages)
+    return Step(arithmetic, gaps + update, bubble, exposed, slowest, between / ((inside + between) or 1.0))
+
+
+def _tensor(work: Work, cluster: Cluster, plan: Plan, layers: int) -> tuple[float, float]:
+    """Two all-reduces of the activations per layer forward, two backward, two more if forward is repeated."""
+    size = work.width_bytes * work.batch / (plan.data * plan.micro_batches)
+    times = (6 if plan.recompute else 4) * layers * plan.micro_batches
+    inside, between = all_reduce_s(size, groups(cluster, plan)[0], cluster.inside, cluster.between)
+    return times * inside, times * between
+
+
+def _stages(work: Work, cluster: Cluster, plan: Plan) -> tuple[float, float]:
+    """Messages between stages, there and back; across nodes the slowest hop sets the pace."""
+    if plan.pipeline == 1:
+        return 0.0, 0.0
+    crosses = plan.ranks > cluster.gpus_per_node
+    link = cluster.between if crosses else cluster.inside
+    size = work.width_bytes * work.batch / (plan.data * plan.micro_batches * plan.tensor)
+    one_way = plan.micro_batches * (plan.pipeline - 1) if plan.naive else plan.micro_batches + plan.pipeline - 2
+    found = 2 * one_way * (link.latency_s + size / link.bytes_s)
+    return (0.0, found) if crosses else (found, 0.0)
+
+
+def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> tuple[tuple[float, float], float]:
+    """((inside, between) seconds of the data-parallel collectives, what of them no computing hides).
+
+    DDP: one all-reduce of gradients; all but its last bucket can hide behind backward. FSDP2: weights are gathered in
+    forward and in backward of each micro-batch, gradients scattered in backward.
+    """
+    if plan.data == 1:
+        return (0.0, 0.0), 0.0
+    group, m = groups(cluster, plan)[1], plan.micro_batches
+    parts = 4 if plan.recompute else 3  # forward is one, backward two, recomputing one more
+    forward, backward = busy / parts, busy * (parts - 1) / parts
+    if not plan.sharded:
+        size = work.gradient_bytes * own
+        whole = all_reduce_s(size, group, cluster.inside, cluster.between)
+        if not work.overlap:
+            return whole, sum(whole)
+        last = sum(all_reduce_s(min(size, BUCKET_BYTES), group, cluster.inside, cluster.between))
+        return whole, max(last, sum(whole) - backward / m)
+    gather = gather_s(work.weight_bytes * own, group, cluster.inside, cluster.between)
+    scatter = gather_s(work.gradient_bytes * own, group, cluster.inside, cluster.between)
+    whole = tuple(m * (2 * a + b) for a, b in zip(gather, scatter, strict=True))
+    if not work.overlap:
+        return whole, sum(whole)
+    first = sum(gather) / work.layers  # of the first layer, which nothing hides
+    return whole, max(first, m * sum(gather) - forward) + max(0.0, m * (sum(gather) + sum(scatter)) - backward)
+
+
+def efficiency(work: Work, cluster: Cluster, plan: Plan) -> float:
+    """Samples per second of each GPU over those of one alone that takes an equal share of the batch (weak scaling).
+
+    The one updates as many states as each of the many: that FSDP2 divides them is no gain of scaling.
+    """
+    shards = plan.tensor * plan.pipeline * (plan.data if plan.sharded else 1)
+    alone = replace(work, batch=work.batch / plan.ranks, update_bytes=work.update_bytes / shards)
+    return step(alone, cluster, Plan()).step_s / step(work, cluster, plan).step_s
+
+
+def calibrated(work: Work, cluster: Cluster, plan: Plan, measured_s: float) -> Cluster:
+    """`cluster` with the flop_s that makes `work` take `measured_s` seconds per step, by bisection.
+
+    BadInput if the other terms alone take longer: then no FLOP/s explains the measurement.
+    """
+    floor = step(work, replace(cluster, flop_s=1e24), plan).step_s
+    require(
+        floor < measured_s,
+        f"{measured_s:.3g} s per step is too short: without any arithmetic the model needs {floor:.3g} s; check the "
+        "step, the links and the number of GPUs",
+    )
+    low, high = 1e3, 1e24
+    for _ in range(120):
+        middle = math.sqrt(low * high)
+        slow = step(work, replace(cluster, flop_s=middle), plan).step_s > measured_s
+        low, high = (middle, high) if slow else (low, middle)
+    return replace(cluster, flop_s=high)
