@@ -45,9 +45,9 @@ class Config:
     """One of labs.models.MODELS, package.module:factory, or in a notebook a function that returns a module."""
     batch_size: Annotated[int, Ge(1)] = 8
     """Samples per rank and step."""
-    parity_steps: Annotated[int, Ge(1)] = 3
+    parity_steps: Annotated[int, Ge(1)] = 2
     """Steps in FP64 after which the parameters are compared with those of one process."""
-    rounds: Annotated[int, Ge(6)] = 9
+    rounds: Annotated[int, Ge(6)] = 6
     """Times that each way takes its turn."""
     seed: int = 0
     """Seed of the model and of the data."""

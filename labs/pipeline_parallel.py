@@ -1,6 +1,6 @@
 """How long does each stage of a pipeline wait, and how many micro-batches are best?
 
-    python -m labs.pipeline_parallel      |      torchrun --nproc-per-node 2 -m labs.pipeline_parallel --micro-batches 1 8
+    python -m labs.pipeline_parallel      |      torchrun --nproc-per-node 2 -m labs.pipeline_parallel --rounds 20
 
 About 12 s on 2 CPU cores. The model is cut into one stage per rank. These ways to train take turns:
   single        rank 0 trains the whole model, the others wait
@@ -235,7 +235,9 @@ def counting(states: Iterable[Tensor]) -> Iterator[SavedBytes]:
 def gradient_error(config: Config, schedule: str, m: int, rank: Rank, links: Links) -> float:
     """||g - G|| / ||G|| of this rank's stage in FP64, where one process has G."""
     model = chain(config.model, config.seed)
-    model = Chain(model.name, [layer.to(rank.device, torch.float64) for layer in model.layers], _doubled(model), model.loss)
+    model = Chain(
+        model.name, [layer.to(rank.device, torch.float64) for layer in model.layers], _doubled(model), model.loss
+    )
     x, y = (t.to(rank.device) for t in model.make_batch(PARITY_ROWS * m))
     whole = model.module()
     model.loss(whole(x), y).backward()
@@ -277,15 +279,10 @@ def answer(records: Records) -> Iterator[str]:
     yield f"A step on {n} rank{'s' * (n > 1)} by the number of micro-batches ({times}): {best} is best."
     over_one = measure.paired_ratio(records.one("step_s", schedule="single").samples, steps[best].samples)
     yield f"That is {over_one} as fast as one device."
-    measured, modelled = (
-        [r.value for r in records.where("idle_share", schedule="1f1b", micro_batches=best) if r.kind == kind][0]
-        for kind in ("measured", "modelled")
-    )
+    measured, modelled = (r.value for r in records.where("idle_share", schedule="1f1b", micro_batches=best))
     yield f"A stage then waits for {measured:.0%} of the step; (p-1)/(m+p-1) is {modelled:.0%}."
     most = max(steps)
-    gpipe, ours = (
-        records.one("kept_bytes", schedule=s, micro_batches=most, stage=0).value for s in ("gpipe", "1f1b")
-    )
+    gpipe, ours = (records.one("kept_bytes", schedule=s, micro_batches=most, stage=0).value for s in ("gpipe", "1f1b"))
     yield f"With {most} micro-batches, rank 0 keeps {gpipe / 1e6:.1f} MB with GPipe and {ours / 1e6:.1f} MB with 1F1B."
     worst = max(r.value for r in records.where("gradient_relative_error"))
     yield f"In FP64 all gradients are those of one process within {worst:.0e}."

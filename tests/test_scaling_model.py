@@ -285,6 +285,13 @@ COMPARED = {
         {r.case["way"].replace(" ", "_"): r.value for r in published.table("huggingface_ddp")},
         {way: number(seconds) for way, seconds in second("huggingface_ddp")[1]},
     ),
+    "pytorch_split": lambda: (
+        {
+            (r.case["schedule"].replace(" ", "_"), r.case["micro_batches"]): r.value
+            for r in published.table("pytorch_split")
+        },
+        {(way, int(m)): number(seconds) for way, m, seconds in second("pytorch_split")[1]},
+    ),
     "mlperf_gpt3": lambda: (
         {_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
         {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]},

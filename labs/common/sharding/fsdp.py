@@ -33,7 +33,8 @@ def shard(
     """`module` with FSDP2 on each of its units, from the inside out.
 
     `lowered` is mixed precision: the format in which parameters are gathered and used, BF16 as a rule. Each rank keeps
-    its shard, and sums gradients, in FP32. The outermost unit keeps its own parameters after forward in any case: backward would need them at once.
+    its shard, and sums gradients, in FP32. The outermost unit keeps its own parameters after forward in any case:
+    backward would need them at once.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

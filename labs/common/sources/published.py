@@ -73,29 +73,6 @@ def ddp_on_v100() -> Records:
     )
 
 
-PYTORCH_SPLIT = (
-    "github.com/pytorch/tutorials at 51309670, intermediate_source/model_parallel_tutorial.py: ResNet-50, two GPUs in "
-    "one process, means of 10 runs of 3 batches of 120 images"
-)
-
-
-def resnet50_split() -> Records:
-    """Seconds of 3 batches of ResNet-50 on one GPU, and split over two by the number of micro-batches."""
-    table = {("one GPU", 1): 3.75, ("naive", 1): 4.02, ("pipeline", 6): 2.51, ("pipeline", 10): 2.43}
-    return Records(
-        Record(
-            "pytorch",
-            "run_s",
-            "s",
-            (seconds,),
-            "published",
-            {"schedule": schedule, "micro_batches": m},
-            provenance={"source": PYTORCH_SPLIT},
-        )
-        for (schedule, m), seconds in table.items()
-    )
-
-
 H200_SWEEP = (
     "github.com/stas00/ml-engineering at c53741b8, network/benchmarks/results/all-reduce-8xH200.md: 8 H200 in a node, "
     "NVSwitch, NCCL 2.27.7, 20 trials per size, August 2026"
@@ -142,8 +119,3 @@ def all_reduce_on_8_h200() -> Records:
         )
         for size, gb_s in zip((2**k for k in range(15, 35)), busbw, strict=True)
     )
-
-
-# Raised by Function._run_through_graph (github.com/keras-team/keras, keras/src/ops/function.py, pull request 20705),
-# with the path of the output between the backticks: none if the model has a single output.
-KERAS_NOT_CONNECTED = "Output with path `` is not connected to `inputs`"
