@@ -1,12 +1,13 @@
 """How much of the gradient exchange does DDP hide behind backward?
 
     python -m labs.comm_overlap      |      torchrun --nproc-per-node 2 -m labs.comm_overlap --bucket-cap-mb 5
+    python -m labs.comm_overlap --width 512 --bucket-mb 1 4      # more sizes of buckets
 
-About 15 s on 2 CPU cores. Three kinds of step take turns, without a hook:
+About 15 s on 2 CPU cores. Three kinds of step or more take turns, without a hook:
   no exchange       DDP under no_sync
   one bucket        all gradients in one bucket, which is full when backward ends: nothing can be hidden
   default buckets   DDP as torch sets it up (or with --bucket-cap-mb): it sends each bucket when it is full
-In the same rounds, both kinds that exchange also run with a hook that notes when each bucket is full and when it is
+In the same rounds, all kinds that exchange also run with a hook that notes when each bucket is full and when it is
 averaged. On CPU cores the connection is slowed down until sending the gradients takes as long as a step without it.
 
 DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
@@ -28,6 +29,7 @@ from labs.common.communication import wire
 from labs.common.models import gradient_bytes
 from labs.common.timing.moments import now, seconds_between
 from labs.kit import cli, measure
+from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
@@ -49,12 +51,18 @@ class Config:
     """Bandwidth between CPU ranks in each direction, in 10^6 byte/s. None: sending takes as long as a step."""
     bucket_cap_mb: Annotated[float | None, Gt(0)] = None
     """Bucket size of "default buckets", in MiB. None: as torch has it, 1 MiB for the first and 25 for the others."""
+    bucket_mb: tuple[float, ...] = ()
+    """Sizes of more buckets that take their turn, in MiB, as "4 MiB buckets"."""
     rounds: Annotated[int, Ge(2)] = 9
     """Times that each kind of step takes its turn."""
     seed: int = 0
     """Seed of the model and of the data."""
     smoke: bool = False
     """Only a few steps, to see that it runs."""
+
+    def __post_init__(self) -> None:
+        good = all(0 < mb < float("inf") for mb in self.bucket_mb) and len(set(self.bucket_mb)) == len(self.bucket_mb)
+        require(good, f"bucket_mb must hold different positive sizes, not {self.bucket_mb}")
 
 
 def perceptron(config: Config) -> nn.Module:
@@ -120,21 +128,18 @@ class Trainer:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Step times of every kind in turn; then, of both kinds that exchange, the noted step of most usual length."""
-    one, one_noted = (Trainer(config, rank, ONE_BUCKET_MB, hooked) for hooked in (False, True))
-    many, many_noted = (Trainer(config, rank, config.bucket_cap_mb, hooked) for hooked in (False, True))
-    kinds: dict[tuple[str, bool], Callable[[], None]] = {
-        (NONE, False): lambda: many.step(exchange=False),
-        (ONE, False): one.step,
-        (MANY, False): many.step,
-        (ONE, True): one_noted.noted_step,
-        (MANY, True): many_noted.noted_step,
-    }
+    """Step times of every kind in turn; then, of each kind that exchanges, the noted step of most usual length."""
+    caps = {ONE: ONE_BUCKET_MB, MANY: config.bucket_cap_mb} | {f"{mb:g} MiB buckets": mb for mb in config.bucket_mb}
+    plain = {way: Trainer(config, rank, cap, hooked=False) for way, cap in caps.items()}
+    noted = {way: Trainer(config, rank, cap, hooked=True) for way, cap in caps.items()}
+    kinds: dict[tuple[str, bool], Callable[[], None]] = {(NONE, False): lambda: plain[MANY].step(exchange=False)}
+    kinds |= {(way, False): trainer.step for way, trainer in plain.items()}
+    kinds |= {(way, True): trainer.noted_step for way, trainer in noted.items()}
     for step in kinds.values():
         measure.time_steps(step, 2, rank.device)  # DDP arranges its buckets after the first backward
-    size = gradient_bytes(many.model.module)
+    size = gradient_bytes(plain[MANY].model.module)
     mb_s = config.mb_s or matching_bandwidth(kinds[NONE, False], size, rank)
-    for trainer in (one_noted, many_noted):
+    for trainer in noted.values():
         trainer.lines.clear()
     paced = rank.device.type == "cpu" and rank.world_size > 1
     with wire.slowed(rank, mb_s) if paced else nullcontext():
@@ -149,9 +154,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("connection_mb_s", "MB/s", mb_s)
     yield rank.record("gradient_bytes", "B", size)
     step_s = {kind: rank.slowest(samples) for kind, samples in seconds.items()}
-    for (way, noted), samples in step_s.items():
-        yield rank.record("noted_step_s" if noted else "step_s", "s", samples, way=way)
-    for way, trainer in ((ONE, one_noted), (MANY, many_noted)):
+    for (way, hooked), samples in step_s.items():
+        yield rank.record("noted_step_s" if hooked else "step_s", "s", samples, way=way)
+    for way, trainer in noted.items():
         yield rank.record("backward_s", "s", rank.slowest([backward_s(line) for line in trainer.lines]), way=way)
         usual_s = statistics.median(step_s[way, False])
         nearest = min(range(len(trainer.lines)), key=lambda i: abs(step_s[way, True][i] - usual_s))
@@ -192,14 +197,19 @@ def spans(way: str, line: Timeline, rank: Rank) -> Iterator[Record]:
         yield rank.record("span_s", "s", [begin, end], rank=rank.rank, **case)
 
 
-def overlap_gain(records: Records) -> measure.Estimate:
-    """How many times faster a step with default buckets is than one with a single bucket."""
-    return measure.paired_ratio(*(records.one("step_s", way=way).samples for way in (ONE, MANY)))
+def overlap_gain(records: Records, slow: str = ONE, fast: str = MANY) -> measure.Estimate:
+    """How many times faster a step is in the way `fast` than in the way `slow`."""
+    return measure.paired_ratio(*(records.one("step_s", way=way).samples for way in (slow, fast)))
 
 
 def category(records: Records) -> str:
-    """Whether default buckets make a step faster than one bucket: "faster", "slower" or "inconclusive"."""
-    return measure.direction(overlap_gain(records))
+    """Whether default buckets make a step "faster" or "slower" than one bucket; "inconclusive" if they don't decide.
+
+    With `bucket_mb`, whether the first of these sizes makes it faster than default buckets.
+    """
+    if not (given := records[0].config["bucket_mb"]):
+        return measure.direction(overlap_gain(records))
+    return measure.direction(overlap_gain(records, MANY, f"{given[0]:g} MiB buckets"))
 
 
 def answer(records: Records) -> Iterator[str]:
@@ -207,6 +217,9 @@ def answer(records: Records) -> Iterator[str]:
     none, one, many = (1e3 * records.one("step_s", way=way).value for way in (NONE, ONE, MANY))
     yield f"A step takes {none:.0f} ms without exchange, {one:.0f} ms with one bucket, {many:.0f} ms with more buckets."
     yield f"Sending buckets during backward makes a step {overlap_gain(records)} as fast."
+    for r in records.where("step_s"):
+        if r.case["way"] not in (NONE, ONE, MANY):
+            yield f"With {r.case['way']} it takes {1e3 * r.value:.0f} ms."
 
 
 if __name__ == "__main__":

@@ -1,368 +1,229 @@
-"""What does this training cost: days, GPU-hours, energy, money - and which offer is the cheapest that is done in time?
+"""What does a training run cost: days, GPU-hours, money, and which offer is the cheapest that is done in time?
 
     python -m labs.cost --params 7e9 --tokens 1.4e11 --offers "H100 SXM:64" "A100 80GB SXM:128"
     python -m labs.cost --offers "H100 SXM:64:2.5" "A100 80GB SXM:128:1.2" --deadline-days 10 --budget 60000
-    python -m labs.cost --params 1.75e11 --tokens 3e11 --offers "A100 80GB SXM:8" "A100 80GB SXM:1024"
 
 Takes a second: nothing is trained. An offer is CARD:GPUS or CARD:GPUS:PRICE. No price is built in: PRICE is what you
-are asked for one GPU for one hour, in any money, as long as it is the same for all offers. Those above are made up.
-
-Time is that of labs/common/planning/scaling.py, with start-up, checkpoints and failures; every number has that model's
-error on published runs as its band. Memory is that of labs/common/planning/parallel_cost.py.
+are asked for one GPU for one hour, in any currency. Plans and times are those of labs.strategy, with start-up,
+checkpoints and failures; where published runs support no error band, an offer gets no days and no price.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
 
 import pandas
+from annotated_types import Ge, Le
 
-from labs.common.planning import blind_test, calibration, parallel_cost, scaling
-from labs.common.planning.blind_test import Band
-from labs.common.planning.parallel_cost import Job, Machine, Plan, shape
-from labs.kit import cli, hardware
+from labs.common.checkpoints import checkpoint_interval
+from labs.common.cost_model import cards, choose, published
+from labs.common.cost_model.jobs import JobConfig
+from labs.common.cost_model.published import Estimate, Range
+from labs.common.cost_model.seconds import Cluster, Work
+from labs.kit import cli
 from labs.kit.errors import BadInput, naming, require
+from labs.kit.lab import require_limits
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, as their table 3 is usually rounded
-LARGEST = 1e14  # parameters
-REACHED = 0.4  # of the dense peak, for a card of which no published run is known here: an assumption, told as one
 
 
 @dataclass(frozen=True)
 class Offer:
-    """GPUs that can be had."""
+    """GPUs that you can have."""
 
     card: str
-    """As in labs/kit/gpus.toml."""
     gpus: int
     price: float | None = None
-    """Of one GPU for one hour, in the unit of all prices; None if it is not known."""
+    """Of one GPU for one hour, in the currency of all prices; None if you don't know it."""
 
     @classmethod
     def of(cls, text: str) -> Offer:
-        """From "CARD:GPUS" or "CARD:GPUS:PRICE". BadInput, with the form that is wanted, for anything else."""
-        form = f'offers: an offer is "CARD:GPUS" or "CARD:GPUS:PRICE", such as "H100 SXM:64", not {text!r}'
+        """From "CARD:GPUS" or "CARD:GPUS:PRICE". BadInput for anything else."""
+        form = f'an offer is "CARD:GPUS" or "CARD:GPUS:PRICE", such as "H100 SXM:64", not {text!r}'
         parts = text.split(":")
         require(2 <= len(parts) <= 3, form)
         try:
-            offer = cls(parts[0].strip(), int(parts[1]), float(parts[2]) if len(parts) == 3 else None)
+            gpus, price = int(parts[1]), float(parts[2]) if len(parts) == 3 else None
         except ValueError:
             raise BadInput(form) from None
-        require(1 <= offer.gpus <= 1_000_000, f"offers: an offer has 1 to 1,000,000 GPUs, not {offer.gpus}")
-        price = offer.price
-        require(
-            price is None or 0 < price < math.inf, f"offers: a price is positive, not {price}: leave it out if unknown"
-        )
-        with naming("offers"):
-            row = hardware.require_spec(offer.card)
-        require(
-            bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
-            f"offers: memory, link or 16-bit peak of the {row.gpu} have no source in gpus.toml",
-        )
-        return replace(offer, card=row.gpu)
+        require(1 <= gpus <= 1_000_000, f"an offer has 1 to 1,000,000 GPUs, not {gpus}")
+        require(price is None or 0 < price < math.inf, f"a price is more than 0, not {price}; leave it out if unknown")
+        return cls(cards.require_card(parts[0].strip()).gpu, gpus, price)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.card}"
 
 
 @dataclass(frozen=True)
-class Config:
-    """The training, the offers, the limits."""
+class Config(JobConfig):
+    """The training run, the offers, the limits."""
 
-    params: float = 7e9
-    """Parameters of the transformer."""
-    tokens: float = 0.0
-    """Tokens to train on; 0: 20 for each parameter."""
-    batch: int = 1024
+    batch: Annotated[int, Ge(1)] = 1024
     """Sequences per optimizer step, over all GPUs."""
-    seq: int = 2048
-    """Tokens per sequence."""
-    layers: int = 0
-    """Layers; 0: as many as `params` suggests. The shape decides which tensor-parallel plans there are."""
-    hidden: int = 0
-    """Hidden size; 0: that which `params` suggests. Heads have 64 numbers; tensor parallelism cuts between them."""
+    tokens: Annotated[float, Ge(0)] = 0.0
+    """Tokens to train on. Default: 20 for each parameter."""
     offers: tuple[str, ...] = ("H100 SXM:64", "A100 80GB SXM:128")
     """Each CARD:GPUS or CARD:GPUS:PRICE, with the price of one GPU for one hour."""
-    gpus_per_node: int = 8
-    """GPUs of a machine."""
-    network_gb_s: float = 25.0
-    """Bandwidth of one GPU to other machines, one direction, in 10^9 bytes/s."""
-    reached: float = 0.0
-    """Share of the card's dense 16-bit peak that one GPU reaches, by a step of this model that you have timed.
-
-    0: what published runs of other models reach on the card, else 0.4; the band is wider then.
-    """
-    startup_min: float = 15.0
-    """Minutes from the first paid one to the first step; GPUs are paid while they wait for it."""
-    gpu_mtbf_days: float = 2112.0
+    reached: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the card's dense 16-bit peak in a step of yours. Default: what a published run reached on the card."""
+    startup_min: Annotated[float, Ge(0)] = 15.0
+    """Minutes from the first paid one to the first step."""
+    gpu_mtbf_days: Annotated[float, Ge(0)] = 2112.0
     """Mean days between failures of one GPU. Llama 3: 419 in 54 days on 16,384 (arXiv:2407.21783). 0: none fails."""
-    save_s: float = 60.0
-    """Seconds for which training stops to save."""
-    restart_min: float = 10.0
-    """Minutes from a failure until training goes on."""
-    power_factor: float = 1.0
-    """All energy over that of the GPUs' boards at their limit: hosts, network, cooling. 1: the boards alone."""
-    reserved_gb: float = 2.0
-    """Memory of each GPU that training cannot have, in 10^9 bytes."""
-    deadline_days: float = 0.0
-    """The training has to be done by then; 0: there is time."""
-    budget: float = 0.0
-    """Money that there is, in the unit of the prices; 0: enough."""
+    save_s: Annotated[float, Ge(0)] = 60.0
+    """Training stops this long to save."""
+    restart_min: Annotated[float, Ge(0)] = 10.0
+    """Minutes from a failure until training resumes."""
+    deadline_days: Annotated[float, Ge(0)] = 0.0
+    """The run has to be done by then. 0: no deadline."""
+    budget: Annotated[float, Ge(0)] = 0.0
+    """Money that you have, in the currency of the prices. 0: no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("params", "batch", "seq", "gpus_per_node"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name):g}")
-        for name in (
-            "tokens",
-            "startup_min",
-            "gpu_mtbf_days",
-            "save_s",
-            "restart_min",
-            "reserved_gb",
-            "deadline_days",
-            "budget",
-            "layers",
-            "hidden",
-        ):
-            require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative: {getattr(self, name):g}")
-        require(self.params <= LARGEST, f"params must be at most {LARGEST:g}, not {self.params:g}")
-        require(self.network_gb_s > 0, f"network_gb_s must be positive, not {self.network_gb_s:g}")
-        require(0 <= self.reached <= 1, f"reached is a share of the peak, at most 1, not {self.reached:g}")
-        require(self.power_factor >= 1, f"power_factor must be at least 1, the boards alone, not {self.power_factor:g}")
+        require_limits(self)
         require(len(self.offers) > 0, 'offers must name at least one, such as "H100 SXM:64"')
-        for offer in self.parsed():
-            free = hardware.spec(offer.card).memory_gb - self.reserved_gb
-            require(free > 0, f"reserved_gb leaves no memory on the {offer.card}: lower it by {-free:g} at least")
-        priced = [offer.price is not None for offer in self.parsed()]
+        with naming("offers"):
+            priced = [offer.price is not None for offer in self.parsed()]
         require(not self.budget or all(priced), "a budget needs a price in every offer: CARD:GPUS:PRICE")
 
     def parsed(self) -> list[Offer]:
         """The offers."""
         return [Offer.of(text) for text in self.offers]
 
-    def job(self) -> Job:
-        """The model, with the shape that was given or that its size suggests."""
-        layers, hidden = shape(self.params)
-        return Job(self.params, self.batch, self.seq, self.layers or layers, self.hidden or hidden, 50257)
-
     @property
     def steps(self) -> float:
-        """Optimizer steps of the training."""
+        """Optimizer steps of the run."""
         return (self.tokens or TOKENS_PER_PARAMETER * self.params) / (self.batch * self.seq)
 
-    @property
-    def error(self) -> Band:
-        """The model's error: narrower if `reached` was given, which should be that of a timed step of this model."""
-        return blind_test.band() if self.reached else blind_test.band_across()
-
-    def share_of_peak(self, card: str) -> tuple[float, str]:
-        """(what a GPU reaches over its dense peak, where that comes from)."""
-        if self.reached:
-            return self.reached, "given"
-        return calibration.reached(card) or (REACHED, "assumed")
-
-
-@dataclass(frozen=True)
-class Range:
-    """A modelled number and the band that the model's error gives it: eight in ten published runs are within."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Range:
-        """All three, `factor` times."""
-        return Range(self.value * factor, self.low * factor, self.high * factor)
-
-    def __str__(self) -> str:
-        return f"{_short(self.value)} ({_short(self.low)} to {_short(self.high)})"
-
-
-def _short(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.2g}"
+    def calibration(self, card: str) -> tuple[float, str]:
+        """(share of its peak that the card reaches, where that comes from; "" for a guess)."""
+        return (self.reached, "a step of yours") if self.reached else published.reached(card)
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What a training on an offer takes. All of it is modelled."""
+    """What a run on an offer takes. All of it is modelled."""
 
     offer: Offer
-    plan: Plan
-    memory_bytes: float
-    """Of the fullest GPU, at its peak."""
-    step: scaling.Step
-    training: scaling.Training
-    seconds: Range
-    """From the first paid second to the last step: start-up, steps, checkpoints, failures."""
-    power_w: float
-    """Of one GPU, its board's limit, with what goes with it."""
+    choice: choose.Cost | None = None
+    estimate: Estimate | None = None
+    lost_share: float = 0.0
+    """Of the time after start-up: saving, work that failures throw away, restarts."""
+    days: Range | None = None
+    """From the first paid second to the last step; None if no plan fits or published runs support no band."""
 
     @property
-    def days(self) -> Range:
-        """How long one waits."""
-        return self.seconds.times(1 / DAY_S)
+    def refusal(self) -> str:
+        """Why there are no days; "" if there are."""
+        return self.estimate.refusal if self.estimate else "no plan fits into its memory"
 
     @property
     def gpu_hours(self) -> Range:
-        """What is paid for, used or not."""
-        return self.seconds.times(self.offer.gpus / HOUR_S)
-
-    @property
-    def energy_kwh(self) -> Range:
-        """Of boards at their limit all the time, so rather too much; 1 kWh is 3.6 million joules."""
-        return self.gpu_hours.times(self.power_w / 1e3)
+        """What you pay for, used or not."""
+        return self.days.times(24 * self.offer.gpus)
 
     @property
     def money(self) -> Range | None:
         """GPU-hours times their price; None without a price."""
-        return None if self.offer.price is None else self.gpu_hours.times(self.offer.price)
+        return self.gpu_hours.times(self.offer.price) if self.offer.price else None
 
 
-def cluster_of(config: Config, offer: Offer) -> scaling.Cluster:
-    """The GPUs of `offer` with what start-up, failures and saving take."""
-    found = scaling.of_card(
-        offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s, config.share_of_peak(offer.card)[0]
-    )
-    return replace(
-        found,
-        startup_s=60 * config.startup_min,
-        gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
-        save_s=config.save_s,
-        restart_s=60 * config.restart_min,
-    )
+def cluster_of(config: Config, offer: Offer) -> Cluster:
+    """The GPUs of `offer`."""
+    spec = cards.require_card(offer.card)
+    flop_s = config.calibration(offer.card)[0] * cards.peak_flop_s(spec)
+    return cards.cluster(spec, offer.gpus, config.gpus_per_node, config.network_gb_s, flop_s)
 
 
-def bill(config: Config, offer: Offer) -> Bill | None:
-    """The fastest plan that fits into the memory of `offer`, and what it takes; None if none fits."""
-    row, job, cluster = hardware.spec(offer.card), config.job(), cluster_of(config, offer)
-    free = 1e9 * (row.memory_gb - config.reserved_gb)
-    machine = Machine(offer.gpus, free, cluster.flop_s, cluster.inside.bytes_s)
-    fitting = [c for c in parallel_cost.costs(job, machine) if c.memory_bytes <= free and c.plan.ranks == offer.gpus]
-    if not fitting:
+def bill(config: Config, offer: Offer) -> Bill:
+    """The plan that `labs.strategy` would use on all GPUs of `offer`, and what the run takes."""
+    job, cluster = config.job, cluster_of(config, offer)
+    using_all = (c for c in choose.costs(job, cluster) if c.plan.ranks == offer.gpus)
+    choice = choose.best(using_all, choose.limit_bytes(cluster))
+    if not choice:
+        return Bill(offer)
+    estimate = published.estimate(Work.of(job), cluster, choice.plan, config.calibration(offer.card)[1])
+    share = lost_share(config, offer.gpus)
+    return Bill(offer, choice, estimate, share, days(config, estimate.seconds, share))
+
+
+def days(config: Config, step_s: Range | None, lost: float) -> Range | None:
+    """Days of the whole run. The band is that of a step: start-up is a given number and has none."""
+    if step_s is None:
         return None
-    work = scaling.Work.of(job)
-    chosen = min(fitting, key=lambda c: scaling.step(work, cluster, c.plan).step_s)
-    training = scaling.training(work, cluster, config.steps, chosen.plan)
-    return Bill(
-        offer,
-        chosen.plan,
-        chosen.memory_bytes,
-        scaling.step(work, cluster, chosen.plan),
-        training,
-        with_band(training, config.error),
-        config.power_factor * (row.tdp_w or math.nan),
+    startup, running = config.startup_min * 60 / DAY_S, step_s.times(config.steps / (1 - lost) / DAY_S)
+    return Range(startup + running.value, startup + running.low, startup + running.high)
+
+
+def lost_share(config: Config, gpus: int) -> float:
+    """Share of the time that saving and failures take, at the best interval between checkpoints."""
+    if not config.gpu_mtbf_days:
+        return 0.0
+    mtbf = DAY_S * config.gpu_mtbf_days / gpus
+    save = max(config.save_s, 1e-6 * mtbf)  # an interval of zero is no interval
+    share = checkpoint_interval.lost_share(checkpoint_interval.optimum(save, mtbf), save, mtbf, 60 * config.restart_min)
+    require(
+        share < 1 - 1e-9,
+        f"{gpus:,} GPUs fail every {mtbf:.3g} s, so with save_s {config.save_s:g} and restart_min "
+        f"{config.restart_min:g} nothing is ever finished: take fewer GPUs, or shorten these",
     )
+    return share
 
 
-def with_band(training: scaling.Training, error: Band) -> Range:
-    """Seconds from the start to the last step. The band is that of a step: start-up is a given number and has none."""
-    running = training.total_s - training.startup_s
-    return Range(*(training.startup_s + factor * running for factor in (1.0, error.low, error.high)))
-
-
-def bills(config: Config) -> list[Bill | None]:
+def bills(config: Config) -> list[Bill]:
     """One for each offer, in their order."""
     return [bill(config, offer) for offer in config.parsed()]
 
 
-def within(found: Bill, deadline_days: float = 0.0, budget: float = 0.0, certain: bool = True) -> bool:
-    """Whether it is done in time and within budget: at the upper end of the band if that has to be certain."""
-    end = (lambda r: r.high) if certain else (lambda r: r.value)
-    late = deadline_days and end(found.days) > deadline_days
-    dear = budget and (found.money is None or end(found.money) > budget)
+def within(found: Bill, deadline_days: float = 0.0, budget: float = 0.0) -> bool:
+    """Whether it is done in time and within budget, at the upper end of the band."""
+    late = deadline_days and found.days.high > deadline_days
+    dear = budget and (found.money is None or found.money.high > budget)
     return not (late or dear)
 
 
-def cheapest(found: Sequence[Bill | None], deadline_days: float = 0.0, budget: float = 0.0) -> Bill | None:
+def cheapest(found: Iterable[Bill], deadline_days: float = 0.0, budget: float = 0.0) -> Bill | None:
     """Least money (GPU-hours if an offer has no price) of those that keep both limits at the upper end of the band."""
-    fit = [b for b in found if b and within(b, deadline_days, budget)]
+    fit = [b for b in found if b.days and within(b, deadline_days, budget)]
     priced = all(b.money for b in fit)
     return min(fit, key=lambda b: b.money.high if priced else b.gpu_hours.high, default=None)
 
 
-def table(found: Sequence[Bill | None], offers: Sequence[Offer]) -> pandas.DataFrame:
+def table(found: Iterable[Bill]) -> pandas.DataFrame:
     """A row for each offer."""
     rows = []
-    for offer, b in zip(offers, found, strict=True):
-        if b is None:
-            rows.append({"offer": str(offer), "plan": "no plan fits into its memory"})
-            continue
-        money = {"money": str(b.money)} if b.money else {}
-        rows.append(
-            {
-                "offer": str(offer),
-                "plan": str(b.plan),
-                "GB per GPU": f"{b.memory_bytes / 1e9:.0f}",
-                "days (band)": str(b.days),
-                "GPU-hours": str(b.gpu_hours),
-                "MWh": str(b.energy_kwh.times(1e-3)),
-                **money,
-            }
-        )
+    for b in found:
+        row = {"offer": str(b.offer), "plan": str(b.choice.plan) if b.choice else "", "days (band)": "none"}
+        if b.days:
+            row |= {"days (band)": str(b.days), "GPU-hours": str(b.gpu_hours)}
+            row |= {"money": str(b.money)} if b.money else {}
+        rows.append(row)
     return pandas.DataFrame(rows).set_index("offer").fillna("")
 
 
-def answer(config: Config) -> Iterator[str]:
-    """Which offer to take, what it costs, what it costs beside the steps, and how sure that is."""
-    found = bills(config)
+def answer(config: Config, found: list[Bill]) -> list[str]:
+    """Which offer to take, what it costs, and what that rests on."""
     kept = cheapest(found, config.deadline_days, config.budget)
     limits = [f"in {config.deadline_days:g} days"] * bool(config.deadline_days)
-    limits += [f"for {config.budget:g}"] * bool(config.budget)
-    asked = " and ".join(limits) or "without limits"
-    if kept is None:
-        yield f"At the band's upper end no offer trains {config.params:.3g} parameters {asked}."
-        yield _nearest(found, config)
-    else:
+    limits = " and ".join(limits + [f"for {config.budget:g}"] * bool(config.budget)) or "without limits"
+    lines = [f"No offer trains {config.params:.3g} parameters {limits}, at the upper end of its band."]
+    if kept:
         money = f", {kept.money} of your money" if kept.money else ""
-        boards = " on the boards" if config.power_factor == 1 else f", {config.power_factor:g} times that of the boards"
-        fit = [b for b in found if b and within(b, config.deadline_days, config.budget)]
-        least = "Cheapest"
-        if len(fit) > 1 and not all(b.money for b in fit):
-            least = "Fewest GPU-hours (which is cheapest takes a price in every offer, CARD:GPUS:PRICE)"
-        yield (
-            f"{least} {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
-            f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most{boards}."
-        )
-        share, started = kept.training.lost_share, kept.training.startup_s / kept.training.total_s
-        yield (
-            f"Trained as: {kept.plan}. The largest part of a step is {kept.step.limit()}; checkpoints and "
-            f"failures take {share:.1%} of the time, start-up {started:.1%}."
-        )
-    yield from _undivided(config)
-    yield from arithmetic(config)
-    yield str(config.error)
-
-
-def _undivided(config: Config) -> list[str]:
-    """Of each number of GPUs that the batch does not divide by: what was not considered for it."""
-    counts = dict.fromkeys(offer.gpus for offer in config.parsed())
-    return [why for gpus in counts if (why := parallel_cost.undivided(config.batch, gpus))]
-
-
-def _nearest(found: Sequence[Bill | None], config: Config) -> str:
-    fit = [b for b in found if b]
-    if not fit:
-        considered = ", in the plans that share the batch evenly" if _undivided(config) else ""
-        return f"None has the memory{considered}."
-    hopeful = [b for b in fit if within(b, config.deadline_days, config.budget, certain=False)]
-    if hopeful:
-        return f"In the middle of the band these would: {', '.join(str(b.offer) for b in hopeful)}."
-    first = min(fit, key=lambda b: b.seconds.value)
-    return f"The fastest is {first.offer}: {first.days} days, {first.gpu_hours} GPU-hours."
-
-
-def arithmetic(config: Config) -> Iterator[str]:
-    """What each card is taken to reach of its peak, where that comes from, and whose links are a best case."""
-    for card in dict.fromkeys(offer.card for offer in config.parsed()):
-        share, origin = config.share_of_peak(card)
-        unsure = ", which the band does not cover" if origin == "assumed" else ""
-        yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin}{unsure})."
-        if unlinked := scaling.without_peer_to_peer(card):
-            yield f"{unlinked} Taken here: {scaling.REACHED:.0%} of PCIe's datasheet."
+        by = "money" if kept.money else "GPU-hours"
+        lines = [
+            f"Least {by} {limits}, at the upper end of the band: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
+            f"GPU-hours{money}.",
+            f"Plan: {kept.choice.plan}. The largest part of a step is {kept.estimate.step.limit()}; saving and "
+            f"failures take {kept.lost_share:.1%} of the time.",
+        ]
+    lines += dict.fromkeys(f"Band for {b.estimate.band}. {published.BIAS}" for b in found if b.days)
+    lines += [f"{b.offer}: {b.refusal}" for b in found if not b.days]
+    return lines + [why for b in found if (why := choose.undivided(config.batch, b.offer.gpus))]
 
 
 def main() -> None:
@@ -370,14 +231,14 @@ def main() -> None:
     prog = "python -m labs.cost"
     config = cli.parse_config(Config, __doc__, prog)
     try:
-        said = [*answer(config)]
+        found = bills(config)
     except BadInput as e:  # of values that are plausible one by one
         cli.fail(prog, str(e))
     with cli.closed_pipe_is_no_error():
-        for sentence in said:
-            print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+        for line in answer(config, found):
+            print(textwrap.fill(line, 100, subsequent_indent="  "))
         print("\nAll of this is modelled:")
-        print(table(bills(config), config.parsed()).to_string())
+        print(table(found).to_string())
 
 
 if __name__ == "__main__":

@@ -1,43 +1,51 @@
-"""Which rank, which collective, which line: what do the files of a training that hung or died tell?
+"""Which rank, which collective, which line: what do the files of a training run that hung or died show?
 
     python -m labs.postmortem hang/                 # a folder with rank0.recorder.json, rank0.stacks.txt, ...
     python -m labs.postmortem /tmp/nccl_dumps       # NCCL's own dumps, <prefix><rank>, copied here from all machines
+    python -m labs.postmortem                       # NCCL's dumps where torch writes them on this machine
 
-The diagnosis comes first, then what each rank did last. A folder comes from labs.watch.evidence, from
-labs/recipes/train_ddp_debug.py, or from NCCL, with TORCH_NCCL_DUMP_ON_TIMEOUT=1
-TORCH_FR_DUMP_TEMP_FILE=/path/prefix_ in a folder that is there. Older torch has TORCH_NCCL_DEBUG_INFO_TEMP_FILE for it
-and needs TORCH_NCCL_TRACE_BUFFER_SIZE=2000, now the default; torch 2.13 knows both of these names, too.
-Exit code: 0, 1 if the files do not tell, 2 for bad input. Nothing that the files hold is run, and nothing is sent
+The diagnosis comes first, then what each rank did last. A folder comes from labs.watch, from
+labs/recipes/train_ddp_debug.py, or from NCCL: when a collective times out, torch writes its flight recorder to
+~/.cache/torch/comm_lib_trace_rank_N, or to TORCH_FR_DUMP_TEMP_FILE=/path/prefix_ in a folder that exists (older torch:
+TORCH_NCCL_DEBUG_INFO_TEMP_FILE, with TORCH_NCCL_TRACE_BUFFER_SIZE=2000). torch's own torchfrtrace compares such dumps.
+This adds the line of each rank, a verdict on which rank is wrong, and gloo, on whose records torchfrtrace of torch 2.13
+fails. It was tried on dumps in torch's format, not on a hang under NCCL.
+Exit code: 0, 1 if the cause stays unknown, 2 for bad input. Nothing that the files hold is run, and nothing is sent
 anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from labs.kit.cli import closed_pipe_is_no_error, fail
-from labs.watch.diagnosis import Diagnosis, Job, diagnose
-from labs.watch.evidence import RankEvidence, read
+from labs.watch.diagnosis import Diagnosis, Job, diagnose, size
+from labs.watch.evidence import NCCL, OURS, RankEvidence, read, torch_dump_prefix
 
 PROG = "python -m labs.postmortem"
 MOST_ROWS = 64
-HEAD = ("rank", "last collective", "number", "line", "end")
+HEAD = ("rank", "last collective", "state", "number", "line", "end")
 
 
 def answer(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
-    """The diagnosis, the table of ranks, then the files that could not be used: lines."""
+    """The diagnosis, the table of ranks, then which files were used and which could not be: lines."""
     yield from textwrap.wrap(str(found), 112, subsequent_indent="  ")
     yield ""
     yield from table(evidence, found)
+    names = [name for e in evidence for name in e.files]
+    dumps = [name for name in names if NCCL.fullmatch(name) and not OURS.fullmatch(name)]
+    if dumps:
+        yield f"{len(dumps)} of {len(names)} files are torch's own dumps of NCCL; torchfrtrace compares these alone"
     yield from (f"not used: {problem}" for e in evidence for problem in e.problems)
 
 
 def table(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
-    """One line for each rank, those that are named first if there are many."""
+    """One line for each rank, those that the diagnosis names first if there are many."""
     job = Job(evidence)
     order = sorted(job.of, key=lambda r: (len(job.of) > MOST_ROWS and r not in found.ranks, r))
     rows = [HEAD, *(_row(job, r) for r in order[:MOST_ROWS])]
@@ -49,12 +57,15 @@ def table(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
 
 
 def _row(job: Job, rank: int) -> tuple[str, ...]:
-    """Rank, last collective, its number in its group, the rank's own line, its end."""
+    """Rank, last collective with its size, its state and number in its group, the rank's own line, its end."""
     of, call = job.of[rank], job.last(rank)
     line = job.stack_line(rank) or next(iter(call.own if call else ()), None)
-    name = call.name if call else "-" if of.calls is None else "none"
+    name = "-" if of.calls is None else "none"
+    if call:
+        name = f"{call.name} of {size(call)}" if call.dtypes else call.name
+    state = call.state if call and call.backend == "nccl" else "-"  # gloo's never changes
     number = f"{call.number} of group {call.group}" if call else "-"
-    return str(rank), name, number, f"{line}"[:60] if line else "-", _end(of)
+    return str(rank), name[:48], state, number, f"{line}"[:60] if line else "-", _end(of)
 
 
 def _end(of: RankEvidence) -> str:
@@ -62,7 +73,7 @@ def _end(of: RankEvidence) -> str:
         return "left nothing"
     end = of.end
     if end is None:
-        return of.crash or "not told"
+        return of.crash or "unknown"
     if end.error:
         return end.error.splitlines()[0][:60]
     if end.signal or of.crash:
@@ -73,14 +84,18 @@ def _end(of: RankEvidence) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what the ranks left")
-    folder = parser.parse_args().folder
+    parser.error = lambda message: fail(PROG, message)  # one line, without the usage
+    parser.add_argument("folder", type=Path, nargs="?", help="what the ranks left; without it, torch's place for dumps")
+    folder, prefix = parser.parse_args().folder, ""
+    if folder is None:
+        folder, prefix = (path := torch_dump_prefix(os.environ)).parent, path.name
     try:
-        evidence = read(folder)
+        evidence = read(folder, prefix)
     except OSError as e:
         fail(PROG, f"{folder}: {e.strerror}")
     if not evidence:
-        fail(PROG, f"{folder} holds no evidence: rank0.recorder.json, rank0.stacks.txt, rank0.end.json or NCCL's dumps")
+        what = f"no dumps {prefix}0, {prefix}1, ..." if prefix else "no evidence: rank0.recorder.json or NCCL's dumps"
+        fail(PROG, f"{folder} holds {what}")
     found = diagnose(evidence)
     print("\n".join(answer(evidence, found)))
     sys.exit(0 if found.sure else 1)

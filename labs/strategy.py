@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import pandas
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from labs.common.cost_model import cards, choose, published
 from labs.common.cost_model.choose import Cost
-from labs.common.cost_model.jobs import Job, Plan
+from labs.common.cost_model.jobs import JobConfig, Plan
 from labs.common.cost_model.memory import GRADIENT_BYTES, HEADROOM, STATE_BYTES, States
 from labs.common.cost_model.seconds import Cluster, Work
 from labs.kit import cli
@@ -27,27 +27,13 @@ from labs.kit.lab import require_limits
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(JobConfig):
     """The model, its batch, and the machine."""
 
-    params: Annotated[float, Ge(1), Le(1e14)] = 7e9
-    """Parameters of the transformer."""
-    batch: Annotated[int, Ge(1)] = 64
-    """Sequences per optimizer step, over all GPUs."""
     gpus: Annotated[int, Ge(1), Le(4096)] = 8
     """GPUs, all equal."""
     gpu: str = "A100 80GB SXM"
     """Card of labs/kit/gpus.toml."""
-    gpus_per_node: Annotated[int, Ge(1)] = 8
-    """GPUs that share a node."""
-    network_gb_s: Annotated[float, Gt(0)] = 25.0
-    """Line rate of one GPU to other nodes, one direction, in 10^9 bytes/s. Default: 200 Gbit/s, as in a DGX A100."""
-    seq: Annotated[int, Ge(1)] = 2048
-    """Tokens per sequence."""
-    layers: Annotated[int, Ge(0)] = 0
-    """Layers. Default: so many that the hidden size is 100 times as large."""
-    hidden: Annotated[int, Ge(0)] = 0
-    """Hidden size. Default: that of a transformer with 12 x layers x hidden^2 parameters."""
     tflops: Annotated[float, Ge(0)] = 0.0
     """10^12 FLOP/s that one GPU reached in a 16-bit step of yours. Default: as in a published run on this card."""
     link_gb_s: Annotated[float, Ge(0)] = 0.0
@@ -57,11 +43,6 @@ class Config:
         require_limits(self)
         with naming("gpu"):
             cards.require_card(self.gpu)
-
-    @property
-    def job(self) -> Job:
-        """The model and its batch."""
-        return Job.of(self.params, self.batch, self.seq, self.layers, self.hidden)
 
     @property
     def calibration(self) -> tuple[float, str]:
@@ -118,7 +99,7 @@ def answer(advice: Advice) -> list[str]:
     """What to use, what it needs, how long a step takes, and what that rests on."""
     config, limit = advice.config, choose.limit_bytes(advice.config.cluster) / 1e9
     lines = [_choice(advice, limit) if advice.choice else _nothing_fits(advice, limit)]
-    lines += [f"Time: {advice.estimate}"] if advice.estimate else []
+    lines += [str(advice.estimate)] if advice.estimate else []
     lines += [choose.undivided(config.batch, config.gpus)]
     if config.gpu in cards.NO_PEER_TO_PEER and config.gpus > 1 and not config.link_gb_s:
         lines += [f"{config.gpu}s have no peer-to-peer: measure busbw with nccl-tests and give it as --link-gb-s."]

@@ -47,7 +47,7 @@ def test_what_cannot_be_there_is_told_without_an_import(modules, name, words):
     ("lab", "option", "value"),
     [
         (slow_link, "mb_s", (0.0,)),
-        (gradient_compression, "ways", ("fp32", "zip")),
+        (gradient_compression, "parts", ("speed",)),
         (two_levels, "across_mb_s", 0.0),
         (strategy, "gpu", "H10"),
         (cost, "offers", ("H10:8",)),

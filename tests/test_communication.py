@@ -1,61 +1,80 @@
-"""The wire, the ring, buckets and compressed gradients: what notebook 07 launches."""
+"""The experiments of notebook 07: the ring, slowed connections, buckets and compressed gradients."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import json
 import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import HERE, PYTHON, new_environment
-from speeds import first
 from torch import nn
 
-from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
-from labs.all_reduce_anatomy import ring
+from labs import all_reduce_bytes, comm_overlap, gradient_compression, nccl_log, slow_link
 from labs.common.communication import delay, wire
-from labs.gradient_compression import compression
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
+from labs.kit.notebook import Results
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
+STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0, 1.0, 1.0, 1.0)
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "07_communication.ipynb"
 
 pytestmark = pytest.mark.skipif(not wire.can_pace(), reason="this system cannot pace a connection")
+
+
+def cell(name: str, **names) -> dict:
+    """What the notebook's cell of this id leaves, run with these names."""
+    [source] = ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["id"] == name]
+    exec(compile(source, name, "exec"), names)
+    return names
 
 
 # -- the ring
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
-    *_, end = steps = list(ring.snapshots(ranks))
-    everyone = frozenset(range(ranks))
-    assert len(steps) == 1 + 2 * (ranks - 1)
-    assert all(part == everyone for held in end.holds for part in held)
-    scattered = steps[ranks - 1]
-    assert [held.index(everyone) for held in scattered.holds] == [(r + 1) % ranks for r in range(ranks)]
-
-
-def ring_against_torch(numbers: int) -> tuple[bool, bool]:
-    """Whether whole numbers have the same bits as torch's sum, and whether the input was replaced in place."""
+def ring_against_torch(ring, numbers: int) -> bool:
+    """Whether whole numbers, which are summed without rounding, have the same bits as torch's sum."""
     x = torch.arange(numbers, dtype=torch.float32) * (dist.get_rank() + 1)
     by_hand, by_torch = x.clone(), x.clone()
-    ring.ring_all_reduce(by_hand)
+    ring(by_hand)
     dist.all_reduce(by_torch)
-    return torch.equal(by_hand, by_torch), not torch.equal(by_hand, x)
+    return torch.equal(by_hand, by_torch)
 
 
-@pytest.mark.parametrize("ranks, numbers", first(1, [(4, 2), (3, 10), (2, 10), (3, 100_003)]))
-def test_the_ring_by_hand_sums_like_torch(ranks, numbers):
-    assert run_on_ranks(ring_against_torch, ranks, numbers) == [(True, True)] * ranks
+@pytest.mark.parametrize(("ranks", "numbers"), [(4, 2), (3, 100_003)])
+def test_the_ring_in_the_notebook_sums_like_torch(ranks, numbers):
+    ring = cell("ring", torch=torch, dist=dist, run_on_ranks=lambda *_: None)["ring_all_reduce"]
+    assert run_on_ranks(ring_against_torch, ranks, ring, numbers) == [True] * ranks
+
+
+def test_bytes_on_the_connections_are_those_of_the_ring():
+    ring = cell("ring", torch=torch, dist=dist, run_on_ranks=lambda *_: None)["ring_all_reduce"]
+    found = launch("all_reduce_bytes", 3, device="cpu", oversubscribe=True, by_hand=ring)
+    if not found.where("sent"):
+        pytest.skip("this kernel does not count the bytes of a connection")
+    for name in ("by hand", "all_reduce", "all_gather"):
+        assert found.one("sent", collective=name).value == pytest.approx(
+            found.one("ring", collective=name).value, rel=0.02
+        )
+    assert found.one("ring", collective="all_reduce").value == pytest.approx(4 / 3)
+    assert all_reduce_bytes.category(found) == "as a ring"
+
+
+@pytest.mark.parametrize(("sent", "word"), [(1.5, "as a ring"), (1.6, "more"), (1.0, "fewer"), (None, "not counted")])
+def test_an_all_reduce_is_compared_with_the_ring(sent, word):
+    rows = [Record("x", "ring", "1", (1.5,), "modelled", case={"collective": "all_reduce"})]
+    if sent is not None:
+        rows.append(Record("x", "sent", "1", (sent,), case={"collective": "all_reduce"}))
+    assert all_reduce_bytes.category(Records(rows)) == word
 
 
 # -- the wire
@@ -133,7 +152,7 @@ def test_an_interrupted_run_leaves_no_connection_paced(how, code):
     def limited() -> bool:
         return "/187648000bps" in subprocess.run(["ss", "-tin"], capture_output=True, text=True, check=True).stdout
 
-    command = [*PYTHON, "-m", "labs.slow_link", "--mb-s", "23.456", "--seconds", "600"]
+    command = [*PYTHON, "-m", "labs.slow_link", "--mb-s", "23.456", "--rounds", "9999"]
     with subprocess.Popen(
         command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:
@@ -151,25 +170,7 @@ def soon(fact, seconds: float) -> bool:
     return true
 
 
-# -- the wire acted out
-
-
-def without_pacing(lab: str) -> tuple[set[str], list[str], str]:
-    """A smoke run on a system whose kernel cannot pace: metrics, the sentence that says so, the name of the wire."""
-    wire.can_pace = lambda: False
-    module = importlib.import_module(f"labs.{lab}")
-    config = module.Config(smoke=True, **({"mb_s": 50.0} if lab == "ddp_overlap" else {}))
-    found = Records(module.run(config, this_rank()))
-    return {r.metric for r in found}, wire.label(found), wire.named(found)
-
-
-LIKEWISE = [pytest.param(n, marks=pytest.mark.long) for n in ("bucket_overlap", "ddp_overlap", "gradient_compression")]
-
-
-@pytest.mark.parametrize("lab", ["slow_link", *LIKEWISE])
-def test_where_no_kernel_paces_a_lab_runs_over_an_emulated_wire_and_says_so(lab):
-    for metrics, label, name in run_on_ranks(without_pacing, 2, lab):
-        assert {"acted_out", "step_s"} <= metrics and "no byte is held back" in label[0] and name == "emulated wire"
+# -- the connection imitated
 
 
 def test_two_levels_still_needs_a_kernel_that_paces(monkeypatch):
@@ -215,246 +216,251 @@ def test_a_wire_that_is_acted_out_carries_one_exchange_after_the_other():
     assert second - first == pytest.approx(0.1)
 
 
-def bf16_mean() -> list[float]:
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    model.register_comm_hook(None, compression.bf16_hook)
-    model(torch.tensor([[1.0, 3.0]]) * (1 + dist.get_rank())).sum().backward()
-    return model.module.weight.grad[0].tolist()
+@pytest.mark.parametrize("b_s", [0.0, 1e3, float("nan")])
+def test_no_connection_has_that_bandwidth(b_s):
+    with pytest.raises(BadInput, match=r"bandwidth must be at least 0\.1 MB/s"):
+        wire.require_rate(b_s)
+
+
+# -- the experiments
+
+
+def without_pacing(lab, config) -> tuple[set[str], list[str]]:
+    wire.can_pace = lambda: False
+    found = Records(lab.run(config, this_rank()))
+    return {r.metric for r in found}, wire.label(found)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("lab", [slow_link, gradient_compression], ids=lambda lab: lab.__name__)
+def test_where_no_kernel_paces_an_experiment_waits_by_the_formula_and_says_so(lab):
+    config = lab.Config(smoke=True, batch_size=8, mb_s=(50.0, 25.0))
+    for metrics, label in run_on_ranks(without_pacing, 2, lab, config):
+        assert {"acted_out", "step_s"} <= metrics and "no byte is held back" in label[0]
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    given = {"smoke": True, "oversubscribe": True, "device": "cpu"}
+    return {
+        slow_link: launch("slow_link", 2, model=small, batch_size=8, **given),
+        comm_overlap: launch("comm_overlap", 2, width=64, layers=4, batch_size=4, bucket_mb=(0.01, 0.02), **given),
+        gradient_compression: launch("gradient_compression", 2, batch_size=4, parts=("bytes", "time", "loss"), **given),
+    }
+
+
+@pytest.mark.parametrize("lab", [slow_link, comm_overlap, gradient_compression], ids=lambda lab: lab.__name__)
+def test_an_answer_and_a_category_follow_from_a_smoke_run(smoke, lab):
+    assert all(sentence.endswith(".") for sentence in lab.answer(smoke[lab]))
+    assert isinstance(lab.category(smoke[lab]), str)
+
+
+def test_the_kernel_counts_what_the_formulas_say(smoke):
+    for r in smoke[gradient_compression].where("sent"):
+        formula = smoke[gradient_compression].one("formula", way=r.case["way"]).value
+        assert formula <= r.value < 1.05 * formula + 0.002, r.case
+
+
+def test_buckets_of_every_size_are_timed_and_drawn(smoke):
+    run = smoke[comm_overlap]
+    sizes = {way: [r.case["bytes"] for r in run.where("span_s", way=way, part="exchange") if r.layout["rank"] == 0]
+             for way in ("one bucket", "0.01 MiB buckets")}  # fmt: skip
+    layer = 4 * 64 * 65
+    assert sizes == {"one bucket": [4 * layer], "0.01 MiB buckets": [layer] * 4}
+    assert len(run.where("step_s")) == 5
 
 
 @pytest.mark.parametrize(
-    "b_s",
+    ("full_s", "exchanges_s", "exposed"),
     [
-        0.0,
-        1e3,
-        float("nan"),
+        ([0.10], [0.05], 0.05),  # one bucket: all of it
+        ([0.02, 0.10], [0.05, 0.05], 0.05),  # the first is done at 0.07, the last needs 0.05 after 0.10
+        ([0.02, 0.10], [0.20, 0.05], 0.17),  # the first holds the second up until 0.22
+        ([0.02, 0.10], [0.01, 0.0], 0.0),
     ],
 )
-def test_no_wire_has_that_bandwidth(b_s):
-    with pytest.raises(BadInput, match=r"bandwidth must be at least 0\.1 MB/s"):
-        wire.require_rate(b_s)
+def test_what_backward_cannot_hide(full_s, exchanges_s, exposed):
+    assert slow_link.exposed_s(full_s, exchanges_s) == pytest.approx(exposed)
+
+
+def test_seconds_of_an_exchange_by_hand():
+    assert slow_link.exchange_s(10e6, 2, 100.0, 0.002) == pytest.approx(0.102)  # 2 x 1/2 x 10 MB at 100 MB/s
+    assert slow_link.exchange_s(10e6, 4, 100.0) == pytest.approx(0.15)
+
+
+def timed_links(ddp_s: dict[float, float], single_s=0.030, plain_s=0.032, exchange_s=None) -> Results:
+    """A run of slow_link with these medians."""
+    rows = [Record("slow_link", "bucket_bytes", "B", (2e6,), layout={"world_size": 2})]
+    for mb_s, seconds in ddp_s.items():
+        for way, s in (("single", single_s), ("no exchange", plain_s), ("ddp", seconds)):
+            case = {"way": way, "mb_s": mb_s}
+            rows.append(
+                Record("slow_link", "step_s", "s", [s * k for k in STEADY], case=case, layout={"world_size": 2})
+            )
+        for bound in ("nothing hidden", "backward hides"):
+            case = {"bound": bound, "mb_s": mb_s}
+            rows.append(Record("slow_link", "bound_s", "s", (plain_s + 2.0 / mb_s,), "modelled", case=case))
+    return Results(rows, 2)
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "word"),
+    [(0.1, 0.04, "above some"), (0.1, 0.07, "at none"), (0.05, 0.04, "at all"), (0.1, 0.06, "inconclusive")],
+)
+def test_where_splitting_pays(slow, fast, word):
+    assert slow_link.category(timed_links({25.0: slow, 400.0: fast})) == word
+
+
+def test_the_notebooks_error_percentages_are_those_of_a_hand_computation(capsys):
+    """At 25 MB/s the bound is 32 + 80 ms, and 126 ms are 12.5 % more; at 100 MB/s 52 ms, and 65 ms are 25 % more."""
+    import numpy as np
+    import pandas as pd
+
+    from labs.kit.notebook import compare
+
+    run = timed_links({25.0: 0.126, 100.0: 0.065, 400.0: 0.037})
+    guess = SimpleNamespace(reveal=lambda value: None)
+    found = cell(
+        "wire-table", links={"wide": run, "deep": run}, NPROC=2, compare=compare, np=np, pd=pd, guess_mb_s=guess
+    )
+    table = found["tables"]["wide"]
+    assert table["bound"].tolist() == pytest.approx([112, 52, 37])
+    assert table["ddp above bound, %"].tolist() == pytest.approx([12.5, 25.0, 0.0], abs=1e-6)
+    # 60/126 = 0.476, 60/65 = 0.923, 60/37 = 1.622: 1 lies 11 % of the way from 100 to 400 on a logarithmic axis
+    assert found["pays"]["wide"] == pytest.approx(100 * 4 ** ((1 - 60 / 65) / (60 / 37 - 60 / 65)))
+    assert "wide: 1 bucket(s) of 2.0 MB; pays above 116 MB/s" in capsys.readouterr().out
+    answers = list(slow_link.answer(run))
+    assert "+12 %" in answers[0] and "+25 %" in answers[1] and "+0 %" in answers[2]
+
+
+def test_the_notebooks_shares_of_bytes_are_those_of_a_hand_computation():
+    import numpy as np
+    import pandas as pd
+
+    told = []
+    guess = SimpleNamespace(reveal=lambda value, kind: told.append(value))
+    found = cell("compress-bytes", np=np, pd=pd, deep=gradient_compression.deep, guess_top=guess)
+    share = 100 * found["share"]
+    assert share["FP16"].tolist() == pytest.approx([50] * 3)
+    assert share["top 1%"].tolist() == pytest.approx([2, 8, 64]) and told == [pytest.approx(64)]
+    assert share["int8 by all-gather"].tolist() == pytest.approx([25, 100, 800])
+    # 784 x 256 and 12 of 256 x 256 become 4 (a + b); 10 x 256 has 2,560 > 8 x 266; all vectors are whole
+    thin = 4 * (784 + 256) + 12 * 4 * 512 + 4 * 266 + 256 + 12 * 3 * 256 + 10
+    whole = 785 * 256 + 12 * (256 * 256 + 3 * 256) + 257 * 10
+    assert share["PowerSGD"].tolist() == pytest.approx([100 * thin / whole] * 3)
+    config = gradient_compression.Config()
+    shapes = [p.shape for p in gradient_compression.deep().parameters()]
+    for way, column in (("fp16", "FP16"), ("powersgd", "PowerSGD"), ("top-k", "top 1%")):
+        for ranks in (2, 8, 64):
+            lab = [gradient_compression.sent_bytes(w, shapes, ranks, config) for w in (way, "fp32")]
+            assert 100 * lab[0] / lab[1] == pytest.approx(share.loc[ranks, column], rel=1e-3)
+
+
+def test_the_published_sweeps_percentages_by_hand(capsys):
+    """busbw is 2 x 7/8 of size over time: 16 MiB in 276.6 us are 106.1 GB/s, 16 GiB in 127,997 us 234.9 GB/s."""
+    import matplotlib.pyplot as plt
+
+    from labs.kit.notebook import recorded
+
+    found = cell("nccl-figure", recorded=recorded, plt=plt, sweep=None, show_figure=lambda *_, **__: None)
+    assert found["percent"][2**24] == pytest.approx(100 * 106.15 / 234.89, rel=1e-3)
+    assert found["percent"][2**20] == pytest.approx(100 * 18.01 / 234.89, rel=1e-3)
+    plt.close("all")
+
+
+def compressed(gain: dict[float, float]) -> Records:
+    rows = []
+    for mb_s, ratio in gain.items():
+        for way, s in (("fp32", 0.05 * ratio), ("powersgd", 0.05)):
+            rows.append(Record("x", "step_s", "s", [s * k for k in STEADY], case={"way": way, "mb_s": mb_s}))
+    return Records(rows)
+
+
+def test_powersgd_is_judged_on_the_slowest_link():
+    assert gradient_compression.category(compressed({400.0: 0.8, 25.0: 1.8})) == "faster"
+    assert gradient_compression.category(compressed({400.0: 1.8, 25.0: 1.0})) == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "word"), [(1.01, 0.01, "as well"), (1.2, 0.01, "worse"), (1.1, 0.05, "inconclusive")]
+)
+def test_learning_as_well_needs_a_margin(ratio, noise, word):
+    plain = [0.5] * 9
+    losses = [0.5 * (ratio + noise * k / 4) for k in range(-4, 5)]
+    records = [Record("x", "loss", "1", s, case={"way": w}) for w, s in (("fp32", plain), ("fp16", losses))]
+    assert gradient_compression.learns(gradient_compression.excess(Records(records), "fp16")) == word
+
+
+def start_of_powersgd(steps: int) -> list[int]:
+    """The step from which PowerSGD compresses in a training of so many steps."""
+    found = []
+    rank, real = this_rank(), gradient_compression.wrap
+
+    def wrap(*args, **kwargs):
+        found.append(kwargs["powersgd_from"])
+        return real(*args, **kwargs)
+
+    gradient_compression.wrap = wrap
+    data = torch.randn(200, 1, 28, 28), torch.zeros(200, dtype=torch.long)
+    gradient_compression.train("powersgd", 0, *data, gradient_compression.Config(steps=steps, width=8, blocks=1), rank)
+    return found
+
+
+def test_powersgd_starts_after_a_tenth_of_the_steps():
+    assert run_on_ranks(start_of_powersgd, 2, 30) == [[3]] * 2
+
+
+# -- the cell that reads NCCL's log
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_without_two_gpus_the_notebook_says_so_and_reads_published_lines(gpus, capsys):
+    def sweep(gpus):
+        raise AssertionError("no sweep with fewer than two GPUs")
+
+    fakes = SimpleNamespace(all_reduce_sweep=sweep, published=nccl_log.published, answer=nccl_log.answer)
+    cuda = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus))
+    found = cell("nccl-log", torch=cuda, nccl_log=fakes)
+    said = capsys.readouterr().out
+    assert found["sweep"] is None and f"here are {gpus}" in said and "issue 1453" in said
+    assert "Tree with LL 4 B to 64 KiB; Tree with LL128 128 KiB to 256 KiB" in said
+
+
+def test_with_two_gpus_the_notebook_reads_its_own_log(capsys):
+    line = "a:1:2 [0] NCCL INFO AllReduce: 4096 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..3}"
+    asked = []
+    fakes = SimpleNamespace(all_reduce_sweep=lambda n: (asked.append(n), (Records(), line))[1], answer=nccl_log.answer)
+    found = cell("nccl-log", torch=SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 4)), nccl_log=fakes)
+    said = capsys.readouterr().out
+    assert asked == [4] and isinstance(found["sweep"], Records)
+    assert "Your NCCL on 4 GPUs" in said and "AllReduce by size: Ring with Simple 4 KiB." in said
 
 
 # -- bad input, one line each, before any rank
 
 
 @pytest.mark.parametrize(
-    "module, arguments, told",
+    ("lab", "values", "words"),
     [
-        (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"),
-        (slow_link, {"sizes": (6,)}, "sizes must be"),
-        (gradient_compression, {"hidden": (0,)}, "hidden"),
-        (gradient_compression, {"ways": ("fp32", "zip")}, "unknown way to send gradients 'zip'"),
-        (bucket_overlap, {"bucket_cap_mb": (0.0,)}, "bucket_cap_mb must be positive"),
-        (bucket_overlap, {"layers": 0}, "layers"),
+        ("slow_link", {"mb_s": (-1.0,)}, "mb_s: a bandwidth must be at least 0.1 MB/s"),
+        ("slow_link", {"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ("gradient_compression", {"parts": ("speed",)}, "parts must be some of bytes, time, loss"),
+        ("gradient_compression", {"share": 1.0}, "share must be less than 1"),
+        ("comm_overlap", {"bucket_mb": (0.0,)}, "bucket_mb must hold different positive sizes"),
+        ("all_reduce_bytes", {"megabytes": 0}, "megabytes must be at least 1, not 0"),
+        ("all_reduce_bytes", {"by_hand": "nowhere:f"}, "by_hand 'nowhere:f' cannot be imported"),
     ],
 )
-def test_bad_input_is_one_line(module, arguments, told):
-    with pytest.raises(BadInput, match=told) as error:
-        module.Config(**arguments)
+def test_bad_input_is_one_line(lab, values, words):
+    with pytest.raises(BadInput, match=words) as error:
+        launch(lab, 2, oversubscribe=True, **values)
     assert "\n" not in str(error.value)
 
 
-def test_one_rank_is_told_that_it_is_alone():
-    for lab in ("slow_link", "gradient_compression", "bucket_overlap", "all_reduce_anatomy"):
-        with pytest.raises(BadInput, match=r"one rank .*use nproc=2"):
-            launch(lab, nproc=1, smoke=True)
-
-
-def test_bytes_on_the_wire_are_those_of_the_ring():
-    found = launch("all_reduce_anatomy", nproc=3, device="cpu", oversubscribe=True, smoke=True)
-    assert found.one("max_error", numbers="integers").value == 0
-    over = all_reduce_anatomy.over_needed(found)
-    if not over:
-        pytest.skip("this kernel does not count the bytes of a connection")
-    for op in ("ring by hand", "all_reduce", "all_gather", "all_to_all"):
-        assert 1 <= over[op] < 1.02, (op, over[op])  # headers of gloo are small against these buffers
-
-
-# -- predictions
-
-
-def test_a_bucket_waits_for_its_gradients_and_for_the_wire():
-    predict = bucket_overlap.predict
-    one_ms = 2 * 10**5  # bytes: a ring of two sends as many, 200 MB/s carry them in 1 ms
-    assert predict([0.0, 0.010], [one_ms, one_ms], 2, 200, 0.0) == pytest.approx(0.011)  # waits for the gradient
-    assert predict([0.0, 0.0], [one_ms, one_ms], 2, 200, 0.0) == pytest.approx(0.002)  # waits for the wire
-    assert predict([0.0, 0.0], [one_ms, one_ms], 2, 200, 0.003) == pytest.approx(0.008)  # and pays latency twice
-    assert predict([0.010], [0], 2, 200, 0.0) == pytest.approx(0.010)
-
-
-def test_the_break_even_bandwidth_is_where_two_lines_cross():
-    fixed_s, saved = 0.002, 1e6  # costs 2 ms, saves 1 MB: break-even at 500 MB/s
-    more = {mb_s: fixed_s - saved / (1e6 * mb_s) for mb_s in (1000, 25)}
-    found = gradient_compression.predict((1e-9, more[1000]), (1e-6 / 25, more[25]))
-    assert found.b_s == pytest.approx(5e8) and found.saved_bytes == pytest.approx(saved)
-    assert gradient_compression.Crossing(-0.001, saved).b_s == float("inf")
-    assert gradient_compression.Crossing(0.001, -5.0).b_s == 0.0
-
-
-def test_closed_forms_of_what_is_sent():
-    layer = nn.Linear(100, 50)  # a matrix of 5,000 numbers and a bias of 50
-    sent = {name: way.sent_bytes(list(layer.parameters()), 2) for name, way in compression.WAYS.items()}
-    assert sent["fp32"] == 4 * 5050 and sent["fp16"] == 2 * 5050
-    assert sent["powersgd_1"] == 4 * (150 + 50) and sent["powersgd_4"] == 4 * (600 + 50)
-    assert sent["powersgd_16"] == 4 * (2400 + 50)
-    assert compression._power_sgd(17).sent_bytes(list(layer.parameters()), 2) == 4 * 5050  # would not halve it
-    assert sent["top_1%"] == 8 * 50  # 1 % of 5,050 numbers, 4 bytes a value and 4 a place
-
-
-def top_k_twice() -> list[list[float]]:
-    """Gradients after the hook in two steps, of a layer whose gradient is 3, 1, 2, 0 on every rank."""
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1, bias=False), bucket_cap_mb=compression.ONE_BUCKET_MB)
-    model.register_comm_hook(compression.TopK(0.5), compression.top_k_hook)
-    found = []
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.tensor([[3.0, 1.0, 2.0, 0.0]])).sum().backward()
-        found.append(model.module.weight.grad[0].tolist())
-    return found
-
-
-def sent_in_the_end() -> list[float]:
-    """What four steps give, added up: the first has a gradient of 6, 4 and 6, 0, the others have none."""
-    layers = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
-    with torch.no_grad():
-        layers[0].weight.copy_(torch.tensor([[1.0, 0.0]]))
-    model = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=compression.ONE_BUCKET_MB)
-    with torch.no_grad():
-        layers[1].weight.copy_(torch.tensor([[1.0], [0.0]]))
-    model.register_comm_hook(compression.TopK(1 / 4), compression.top_k_hook)
-    total = torch.zeros(4)
-    for weight in (2.0, 0.0, 0.0, 0.0):
-        model.zero_grad()
-        (weight * model(torch.tensor([[3.0, 2.0]]))[0, 0]).backward()
-        total += torch.cat([p.grad.flatten() for p in model.parameters()])
-    return total.tolist()
-
-
-def by_hooks() -> tuple[list[float], list[list[float]], list[float]]:
-    return bf16_mean(), top_k_twice(), sent_in_the_end()
-
-
-def test_compressed_gradients_are_the_mean_and_what_top_k_leaves_out_comes_later_to_its_own_parameter():
-    for mean, steps, total in run_on_ranks(by_hooks, 2):
-        assert mean == [1.5, 4.5], "bfloat16 over gloo"
-        assert steps[0] == [3, 0, 2, 0]  # two of four are sent
-        assert steps[1] == [3, 2, 0, 0] or steps[1] == [3, 0, 2, 0]  # 1 + 1 left out ties with 2
-        assert sum(map(sum, steps)) >= 5 + 5 + 5, "what is left out is sent later"
-        assert total == [6, 4, 6, 0]  # after the first step DDP turns its bucket's order round
-
-
-# -- sentences turn round with the records
-
-
-def step(lab, metric, seconds, **case):
-    samples = [seconds * k for k in STEADY]
-    return Record(
-        lab,
-        metric,
-        "s",
-        samples,
-        case.pop("kind", "measured"),
-        case,
-        {"model": "mlp", "batch_size": 64},
-        {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"},
-    )
-
-
-def dialled(ddp_s: dict[float, float], alone_s: float = 0.010) -> Records:
-    rows = [Record("slow_link", "gradient_bytes", "B", [1e6])]
-    for mb_s, seconds in ddp_s.items():
-        rows += [
-            step("slow_link", "step_s", alone_s, way="single", mb_s=mb_s),
-            step("slow_link", "step_s", seconds, way="ddp", mb_s=mb_s),
-            step("slow_link", "all_reduce_s", 1 / (mb_s or 1e3), mb_s=mb_s, size=1e6),
-        ]
-        if mb_s:
-            rows.append(step("slow_link", "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=1e6, kind="modelled"))
-    return Records(rows[1:] + rows[:1])
-
-
-@pytest.mark.parametrize(
-    "ddp_s, told",
-    [
-        ({0.0: 0.011, 400: 0.012, 100: 0.018, 25: 0.050}, "DDP pays from somewhere between 25 and 100 MB/s on"),
-        ({0.0: 0.030, 400: 0.032, 25: 0.050}, "DDP does not pay up to 400 MB/s"),
-        ({0.0: 0.020, 400: 0.020, 25: 0.020}, "whether DDP pays cannot be told"),
-    ],
-)
-def test_from_where_on_ddp_pays(ddp_s, told):
-    assert slow_link.pays_text(dialled(ddp_s)).startswith(told)
-    assert told in " ".join(slow_link.answer(dialled(ddp_s)))
-
-
-@pytest.mark.parametrize(
-    ("measured_s", "told"),
-    [
-        ({400: 1 / 400, 100: 1.2 / 100}, "1 are within 10 %"),
-        ({900: 2 / 900, 100: 1 / 100}, "Of 1 all-reduces at 100 to 100 MB/s"),
-    ],
-)
-def test_the_formula_is_judged_on_wires_well_below_what_there_is(measured_s, told):
-    lab, size = "slow_link", 1e6
-    rows = [step(lab, "all_reduce_s", 1e-3, mb_s=0.0, size=size)]
-    for mb_s, seconds in measured_s.items():
-        rows += [
-            step(lab, "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=size, kind="modelled"),
-            step(lab, "all_reduce_s", seconds, mb_s=mb_s, size=size),
-        ]
-    assert told in slow_link.ring_text(Records(rows))
-
-
-@pytest.mark.parametrize(
-    ("fp16", "powersgd_4", "lost", "told"),
-    [
-        (0.005, 0.002, "powersgd_4", "fp16 has the best median: 2 x"),
-        (0.005, 0.002, "", "powersgd_4 has the best median: 5.00 x"),
-        (0.010, 0.012, "", "no way is surely faster"),
-    ],
-)
-def test_a_way_is_chosen_that_is_faster_and_learns_as_much(fp16, powersgd_4, lost, told):
-    lab, rows = "gradient_compression", []
-    for way, seconds in {"fp32": 0.010, "fp16": fp16, "powersgd_4": powersgd_4}.items():
-        rows.append(step(lab, "step_s", seconds, way=way, mb_s=100.0))
-        worse = 0.1 if way != "fp32" and lost in (way, "both") else 0.0
-        shares = [0.8 + k / 100 - worse for k in range(6)]
-        rows.append(Record(lab, "accuracy", "1", shares, "measured", {"way": way}))
-    assert told in gradient_compression.choice_text(Records(rows), 100.0)
-
-
-def compressed(gain_s: dict[float, float], tried_s: dict[float, float], predicted: float) -> Records:
-    lab, rows = "gradient_compression", []
-    for mb_s, seconds in gain_s.items():
-        rows += [step(lab, "step_s", 0.010, way="fp32", mb_s=mb_s), step(lab, "step_s", seconds, way="fp16", mb_s=mb_s)]
-    rows.append(Record(lab, "break_even_mb_s", "MB/s", [predicted], "modelled", {"way": "fp16"}))
-    for times, seconds in tried_s.items():
-        case = {"beside": "fp16", "times": times, "mb_s": times * predicted}
-        rows += [
-            step(lab, "tried_step_s", 0.010, way="fp32", **case),
-            step(lab, "tried_step_s", seconds, way="fp16", **case),
-        ]
-    return Records(rows)
-
-
-@pytest.mark.parametrize(
-    "tried_s, predicted, told",
-    [
-        ({0.5: 0.008, 2.0: 0.012}, 100, "predicted at 100 MB/s, found between 50 and 200"),
-        ({0.5: 0.010, 2.0: 0.010}, 100, "cannot tell"),
-        ({}, 0.0, "never gains; but it did at 25 MB/s"),
-    ],
-)
-def test_break_even_in_words(tried_s, predicted, told):
-    run = compressed({0.0: 0.010, 25: 0.005}, tried_s, predicted)
-    assert told in gradient_compression.tried_text(gradient_compression.crossings(run)["fp16"])
-
-
-def test_a_training_over_a_slow_wire_takes_the_time_of_its_bytes():
-    """Three steps of 0.41 MB on two ranks, and each rank sends as much: at 4 MB/s they cannot end before 0.3 s."""
-    run = launch("gradient_compression", nproc=2, device="cpu", oversubscribe=True, smoke=True, train_mb_s=4.0)
-    plain, half = (run.one("train_s", way=way, mb_s=4.0) for way in ("fp32", "fp16"))
-    assert len(plain.samples) == 2 and min(plain.samples) > 0.2 and min(half.samples) > 0.1
-    assert any(
-        line.startswith("Trainings of the perceptron 784-128-10 at 4 MB/s") for line in gradient_compression.answer(run)
-    )
+@pytest.mark.parametrize("lab", ["slow_link", "gradient_compression", "all_reduce_bytes"])
+def test_one_rank_is_told_that_it_is_alone(lab):
+    with pytest.raises(BadInput, match=r"one rank .*use nproc=2"):
+        launch(lab, 1, smoke=True)

@@ -22,7 +22,7 @@ from labs.common.cost_model import cards, choose, seconds, waiting
 from labs.common.cost_model.choose import best, by_scheme, cost, costs, fewest_gpus, grid, plans, remedies
 from labs.common.cost_model.jobs import Job, Plan, shape
 from labs.common.cost_model.memory import REMEDIES, activation_bytes, sent_per_parameter, states_bytes
-from labs.common.cost_model.seconds import INFINITE, Cluster, Group, Link, Work, all_reduce_s, gather_s, step
+from labs.common.cost_model.seconds import INFINITE, Cluster, Link, Work, all_reduce_s, gather_s, step
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
 from labs.kit import hardware
 from labs.kit.errors import BadInput
@@ -35,8 +35,6 @@ CLUSTER = Cluster(64, 8, 1e14, NVLINK, NETWORK, 1e12)
 WORK = Work.of(Job(1e9, 512, 1024, 20, 2048))
 FREE = replace(CLUSTER, inside=INFINITE, between=INFINITE, memory_bytes_s=math.inf, gap_s=0.0, spread=0.0)
 ALONE = cost(JOB, ONE_NODE, Plan())
-
-# -- bytes
 
 
 def test_states_of_7_billion_parameters_by_hand():
@@ -142,25 +140,26 @@ def test_links_and_ranks_that_cost_nothing_scale_perfectly(sharded):
 
 def test_the_ring_by_hand():
     """8 GPUs, 1 GB, 10 GB/s: each sends 2 x 7/8 GB, so 175 ms."""
-    inside, between = all_reduce_s(1e9, Group(8, 8), Link(1e10), NETWORK)
-    assert between == 0 and inside == pytest.approx(0.175) == ring_all_reduce_bytes(1e9, 8) / 1e10
-    assert gather_s(1e9, Group(8, 8), Link(1e10), NETWORK)[0] == pytest.approx(0.0875)
-    assert all_reduce_s(1e9, Group(1, 8), NVLINK, NETWORK) == gather_s(1e9, Group(1, 8), NVLINK, NETWORK) == (0, 0)
+    ring = all_reduce_s(1e9, 8, 8, Link(1e10), NETWORK)
+    assert ring == pytest.approx(0.175) == ring_all_reduce_bytes(1e9, 8) / 1e10
+    assert gather_s(1e9, 8, 8, Link(1e10), NETWORK) == pytest.approx(0.0875)
+    assert all_reduce_s(1e9, 1, 8, NVLINK, NETWORK) == gather_s(1e9, 1, 8, NVLINK, NETWORK) == 0
 
 
 def test_between_nodes_an_all_reduce_sends_each_node_s_sum_once():
     """Four nodes of 8 B200, 4 GiB: 36.5 GB/s per GPU between nodes, as ml-engineering works out from its 377 GB/s."""
     size, n = 4 * 2**30, 32
-    inside, between = all_reduce_s(size, Group(n, 8), INFINITE, Link(36.52e9))
-    assert inside == 0 and between == pytest.approx(2 * (n - 1) / n * size / 377.34e9, rel=0.01)
+    assert all_reduce_s(size, n, 8, INFINITE, Link(36.52e9)) == pytest.approx(
+        2 * (n - 1) / n * size / 377.34e9, rel=0.01
+    )
 
 
 def test_the_faster_of_two_ways_is_taken():
     """Two nodes: two levels send half of a flat ring's bytes between them, but they also pass the links inside."""
-    slow_inside = sum(all_reduce_s(1e9, Group(16, 8), Link(10e9), Link(10e9)))
+    slow_inside = all_reduce_s(1e9, 16, 8, Link(10e9), Link(10e9))
     assert slow_inside == pytest.approx(2 * 15 / 16 * 1e9 / 10e9), "flat: at the pace of the links inside"
-    slow_network = all_reduce_s(1e9, Group(16, 8), Link(1e12), Link(1e8))
-    assert slow_network[1] == pytest.approx(1e9 / 8 / 1e8), "two levels: 2 (N-1)/N of an eighth"
+    slow_network = all_reduce_s(1e9, 16, 8, INFINITE, Link(1e8))
+    assert slow_network == pytest.approx(1e9 / 8 / 1e8), "two levels: 2 (N-1)/N of an eighth"
 
 
 @pytest.mark.parametrize(("stages", "micro", "idle"), [(2, 1, 1 / 2), (4, 8, 3 / 11), (4, 32, 3 / 35)])
@@ -177,7 +176,7 @@ def test_gradients_hide_behind_backward_until_the_link_is_too_slow():
     assert quick.exposed_s == pytest.approx(25 * 2**20 / 25e9), "the last bucket"
     assert slow.exposed_s == pytest.approx(4e9 / 1e9 - 2 / 3 * ALONE.step_s / 2)
     after = step(replace(WORK, overlap=False), CLUSTER, Plan(data=64))
-    assert after.exposed_s == pytest.approx(sum(all_reduce_s(4e9, Group(64, 8), NVLINK, NETWORK)))
+    assert after.exposed_s == pytest.approx(all_reduce_s(4e9, 64, 8, NVLINK, NETWORK))
     fsdp = cost(JOB, replace(ONE_NODE, inside=Link(1e8)), Plan(data=2, sharded=True)).step
     assert fsdp.exposed_s == pytest.approx(0.5 * (2 + 2 + 4) * 1e9 / 1e8 - fsdp.arithmetic_s)
 

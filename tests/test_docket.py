@@ -38,6 +38,7 @@ def test_every_claim_has_a_verdict_and_what_would_change_it():
         ("04", {"A30", "B09", "B10", "E16", "E18", "E19", "E20"}),
         ("05", {"A27", "B12", "B14"}),
         ("06", {"D18"}),
+        ("07", {"A19", "B06", "B18", "C14", "C23"}),
     ],
 )
 def test_every_computed_claim_is_decided_by_the_committed_run(notebook, computed):

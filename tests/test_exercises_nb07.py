@@ -1,263 +1,117 @@
-"""Checkers of notebook 07: right answers of another style pass, and some wrong ones of rarer kinds have their name."""
-
-from __future__ import annotations
+"""Exercises of notebook 07: right answers of another style pass, and wrong ones are shown where they differ."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from speeds import first
 
-from labs.chapters.nb07 import exercise_messages
-from labs.chapters.nb07 import solutions as solution
-from labs.chapters.nb07.exercise_messages import most_rounds
-from labs.chapters.nb07.traffic import rounds
-from labs.kit.check import Mistake, examine
+from labs.exercises import nb07
+from labs.kit.check import examine
 
 
-def passes(exercise_id, candidate):
-    outcome = examine(exercise_id, candidate)
+def passes(exercise_id, answer):
+    outcome = examine(exercise_id, answer)
     assert outcome.state == "passed", outcome.text
 
 
-def says(exercise_id, candidate, words):
-    outcome = examine(exercise_id, candidate)
-    assert outcome.state == "not yet" and words in outcome.text, outcome.text
-
-
-# -- 07.1
-
-
-def everything_then_one_sum(x):
-    """Bruck's all-gather, and the sum in the order of the ranks: 2^k - 1 vectors in the message of round k."""
+def gather_in_doubling(x):
+    """Every rank collects the numbers of all, in few rounds, and adds them in the same order."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    known = x.clone()[None]  # of this rank, the next one, ...
-    while len(known) < ranks:
-        few = min(len(known), ranks - len(known))
-        arrive = torch.empty(few, len(x))
-        ops = [
-            dist.P2POp(dist.isend, known[:few].contiguous(), (rank - len(known)) % ranks),
-            dist.P2POp(dist.irecv, arrive, (rank + len(known)) % ranks),
-        ]
-        for work in dist.batch_isend_irecv(ops):
+    core = 1 << (ranks.bit_length() - 1)
+    table = torch.zeros(ranks, len(x))
+    table[rank] = x
+    if rank >= core:
+        dist.send(x, rank - core)
+        dist.recv(x, rank - core)
+        return
+    if rank + core < ranks:
+        dist.recv(table[rank + core], rank + core)
+    step = 1
+    while step < core:
+        other = torch.empty_like(table)
+        requests = [dist.P2POp(dist.isend, table.clone(), rank ^ step), dist.P2POp(dist.irecv, other, rank ^ step)]
+        for work in dist.batch_isend_irecv(requests):
             work.wait()
-        known = torch.cat([known, arrive])
-    x.copy_(known.roll(rank, 0).sum(0))
+        table += other
+        step *= 2
+    x.copy_(table.sum(0))
+    if rank + core < ranks:
+        dist.send(x, rank + core)
 
 
-def neighbours_fold(x):
-    """Even and odd ranks at the beginning make pairs, until a power of two is left (as MPICH does)."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    core = 2 ** (ranks.bit_length() - 1)
-    paired = 2 * (ranks - core)
-    other = torch.empty_like(x)
-    if rank < paired and rank % 2:
-        dist.isend(x.clone(), rank - 1).wait()
-        return dist.irecv(x, rank - 1).wait() and None
-    if rank < paired:
-        dist.irecv(other, rank + 1).wait()
-        x.add_(other)
-    own = rank // 2 if rank < paired else rank - paired // 2
-    for k in range(core.bit_length() - 1):
-        partner = own ^ (1 << k)
-        partner = 2 * partner if partner < paired // 2 else partner + paired // 2
-        arrives, leaves = dist.irecv(other, partner), dist.isend(x.clone(), partner)
-        arrives.wait()
-        leaves.wait()
-        x.copy_(x + other)
-    if rank < paired:
-        dist.isend(x.clone(), rank + 1).wait()
-
-
-@pytest.mark.parametrize("right", first(1, [everything_then_one_sum, neighbours_fold]))
-def test_other_all_reduces_pass(right):
-    passes("07.1", right)
-
-
-def test_a_collective_is_told():
-    says("07.1", lambda x: dist.all_reduce(x), "you call a collective (allreduce)")
-
-
-def with_exchange(exchange):
-    def all_reduce_small(x):
-        rank, ranks, step = dist.get_rank(), dist.get_world_size(), 1
-        while step < ranks:
-            if rank ^ step < ranks:
-                exchange(x, rank ^ step)
-            step *= 2
-
-    return all_reduce_small
-
-
-def test_a_message_that_nobody_waits_for_is_told():
-    def exchange(x, partner):
+def both_ways_at_once(x):
+    """Recursive doubling with isend and irecv, guests paired with odd partners."""
+    rank, ranks, core = dist.get_rank(), dist.get_world_size(), 1
+    while 2 * core <= ranks:
+        core *= 2
+    guest, host = rank - core, rank + core
+    if guest >= 0:
+        dist.isend(x.clone(), guest).wait()
+        dist.irecv(x, guest).wait()
+        return
+    if host < ranks:
         other = torch.zeros_like(x)
-        dist.irecv(other, partner)
-        dist.isend(x.clone(), partner).wait()
-        x += other
-
-    says("07.1", with_exchange(exchange), "never waited for")
-
-
-def test_one_direction_at_a_time_is_told():
-    def all_reduce_small(x):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        if ranks & (ranks - 1):
-            return solution.all_reduce_small(x)
-        for k in range(ranks.bit_length() - 1):
-            partner, other = rank ^ (1 << k), torch.empty_like(x)
-            if rank < partner:
-                dist.send(x, partner)
-                dist.recv(other, partner)
-            else:
-                dist.recv(other, partner)
-                dist.send(x, partner)
-            x += other
-
-    says("07.1", all_reduce_small, "sends only after it has received")
+        dist.irecv(other, host).wait()
+        x.add_(other)
+    for k in range(core.bit_length() - 1):
+        partner, other = rank ^ (1 << k), torch.zeros_like(x)
+        receiving, sending = dist.irecv(other, partner), dist.isend(x.clone(), partner)
+        receiving.wait()
+        sending.wait()
+        x.add_(other)
+    if host < ranks:
+        dist.isend(x.clone(), host).wait()
 
 
-@pytest.mark.long
-def test_everybody_to_everybody_is_told():
-    def all_reduce_small(x):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        every = [x.clone() if r == rank else torch.empty_like(x) for r in range(ranks)]
-        peers = [r for r in range(ranks) if r != rank]
-        works = [dist.isend(every[rank], r) for r in peers] + [dist.irecv(every[r], r) for r in peers]
-        for work in works:
-            work.wait()
-        x.copy_(sum(every))
-
-    says("07.1", all_reduce_small, "every rank sends to every other")
+@pytest.mark.parametrize("answer", [gather_in_doubling, both_ways_at_once])
+def test_other_ways_of_few_rounds(answer):
+    passes("07.1", answer)
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(2, "both send first"), (3, "must be below 3"), (4, "both send first")])
-def test_the_hint_of_a_hang_knows_whether_ranks_are_a_power_of_two(monkeypatch, ranks, words):
-    def hangs(*args, **kwargs):
-        raise Mistake("the ranks wait for each other for ever")
-
-    monkeypatch.setattr(exercise_messages, "on_ranks", hangs)
-    with pytest.raises(Mistake, match=words):
-        exercise_messages._run(solution.all_reduce_small, ranks)
+def test_rounds_of_a_chain_add_up_and_of_pairs_do_not():
+    chain = [[("send", 0, 1, 0), ("sent", 0)], [("got", 0, 0), ("send", 0, 2, 0), ("sent", 0)], [("got", 1, 0)]]
+    pair = [[("send", 0, r ^ 1, 0), ("got", r ^ 1, 0), ("sent", 0)] for r in range(4)]
+    assert nb07.rounds(chain) == 2 and nb07.rounds(pair) == 1
+    assert [nb07.most_rounds(n) for n in (1, 2, 3, 4, 6, 8)] == [0, 1, 3, 2, 4, 3]
 
 
-@pytest.mark.long
-def test_a_rank_without_a_partner_on_one_rank_is_told():
-    def all_reduce_small(x):
-        if dist.get_world_size() == 1:
-            x += x
-        else:
-            solution.all_reduce_small(x)
-
-    says("07.1", all_reduce_small, "on one rank rank 0 ends with rank 0's numbers 2 times")
-
-
-def test_rounds_of_logs_by_hand():
-    there, back = [("send", 0, 1, 0, 5), ("got", 1, 0)], [("send", 0, 0, 0, 5), ("got", 0, 0)]
-    assert rounds([there, back]) == 1  # both at once
-    assert rounds([there, back[::-1]]) == 2  # the second sends when it has received
-    star = [[("send", k, k + 1, 0, 5) for k in range(3)], *([("got", 0, 0)] for _ in range(3))]
-    assert rounds(star) == 3  # one at a time out of rank 0
-    assert rounds([[("got", 1, 0), ("got", 2, 0)], *([("send", 0, 0, 0, 5)] for _ in range(2))]) == 2
-    assert rounds([[], []]) == 0
-    assert [most_rounds(n) for n in (1, 2, 3, 4, 6, 8)] == [0, 1, 3, 2, 4, 3]
-
-
-# -- 07.2
-
-
-def shared_scale(state, bucket):
-    """Ranks agree on one scale; then bytes are small enough to be summed by the collective, without waiting."""
-    ranks, errors = dist.get_world_size(), state.setdefault("errors", {})
-    for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):  # views into the bucket
-        g += errors.get(p, 0.0)
-    wanted, levels = bucket.buffer(), 127 // ranks
-    most = wanted.abs().max()
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    scale = most / levels if most > 0 else torch.tensor(1.0)
-    code = (wanted / scale).round().to(torch.int8)
-    left = wanted - code * scale
-    start = 0
-    for p in bucket.parameters():
-        errors[p] = left[start : start + p.numel()].view_as(p)
-        start += p.numel()
-    return dist.all_reduce(code, async_op=True).get_future().then(lambda f: f.value()[0] * scale / ranks)
+def one_scale_for_all(state, bucket):
+    """All ranks agree on a scale first; int8 both ways, and the rank that rounds a mean keeps what that left out."""
+    rank, ranks, key = dist.get_rank(), dist.get_world_size(), tuple(map(id, bucket.parameters()))
+    gradient = bucket.buffer() + state.get(key, 0)
+    scale = gradient.abs().max()
+    dist.all_reduce(scale, op=dist.ReduceOp.MAX)
+    scale = scale / 127 + 1e-30
+    length = -(-len(gradient) // ranks)
+    code = torch.zeros(ranks * length)
+    code[: len(gradient)] = torch.round(gradient / scale)
+    rest = torch.zeros(ranks * length)
+    rest[: len(gradient)] = gradient - code[: len(gradient)] * scale
+    parts = torch.empty(ranks, length, dtype=torch.int8)
+    dist.all_to_all_single(parts, code.to(torch.int8).view(ranks, length))
+    mean = parts.float().mean(0)
+    rounded = mean.round()
+    rest[rank * length : (rank + 1) * length] += ranks * (mean - rounded) * scale
+    state[key] = rest[: len(gradient)]
+    means = [torch.empty(length, dtype=torch.int8) for _ in range(ranks)]
+    dist.all_gather(means, rounded.to(torch.int8))
+    return (
+        dist.all_reduce(torch.zeros(1), async_op=True)
+        .get_future()
+        .then(lambda _: torch.cat(means)[: len(gradient)].float() * scale)
+    )
 
 
-def drawn(state, bucket):
-    """Rounded up or down at random; scale and bytes in one message."""
-    ranks, key = dist.get_world_size(), (bucket.index(), len(bucket.buffer()))
-    wanted = bucket.buffer() + state.get(key, 0.0)
-    scale = wanted.abs().max() / 126
-    code = torch.zeros_like(wanted) if scale == 0 else (wanted / scale + torch.rand_like(wanted)).floor()
-    state[key] = wanted - code * scale
-    message = torch.cat([code.to(torch.int8), scale[None].view(torch.int8)])
-    every = [torch.empty_like(message) for _ in range(ranks)]
-    dist.all_gather(every, message)
-    total = torch.zeros_like(wanted)
-    for m in every:
-        total += m[:-4].float() * m[-4:].clone().view(torch.float32)
-    done = torch.futures.Future()
-    done.set_result(total / ranks)
-    return done
+def test_int8_both_ways_with_one_scale():
+    passes("07.2", one_scale_for_all)
 
 
-def test_a_hook_that_ddp_refuses_is_told_why():
-    def other_name(state, b):
-        return solution.eight_bits(state, b)
-
-    def other_future(state, bucket) -> torch.futures.Future:
-        return solution.eight_bits(state, bucket)
-
-    assert "by its name" in examine("07.2", other_name).text
-    assert "refuses the annotations" in examine("07.2", other_future).text
-
-
-@pytest.mark.parametrize("right", first(1, [shared_scale, drawn]))
-def test_other_hooks_pass(right):
-    passes("07.2", right)
-
-
-def test_a_hook_without_a_future_is_told():
-    says("07.2", lambda state, bucket: bucket.buffer(), "DDP wants a future")
-
-
-@pytest.mark.long
-def test_a_scale_that_is_kept_from_the_first_step_is_told():
-    def eight_bits(state, bucket):
-        name = tuple(map(id, bucket.parameters()))
-        left, scale = state.setdefault(name, (0.0, bucket.buffer().abs().max().clamp(min=1e-30) / 127))
-        wanted = bucket.buffer() + left
-        code = (wanted / scale).round().clamp(-127, 127).to(torch.int8)
-        state[name] = wanted - code * scale, scale
-        ranks = dist.get_world_size()
-        every = [torch.empty_like(code) for _ in range(ranks)], [torch.empty_like(scale) for _ in range(ranks)]
-        dist.all_gather(every[0], code)
-        dist.all_gather(every[1], scale)
+def test_sixteen_bits_both_ways_are_shown_as_too_many_bytes():
+    def sixteen(state, bucket):
+        mean = bucket.buffer().bfloat16() / dist.get_world_size()
+        dist.all_reduce(mean)
         done = torch.futures.Future()
-        done.set_result(sum(c * s for c, s in zip(*every, strict=True)) / ranks)
+        done.set_result(mean.float())
         return done
 
-    says("07.2", eight_bits, "the scale is still that of them")
-
-
-def test_an_error_that_fades_is_told():
-    def eight_bits(state, bucket):
-        done = solution.eight_bits(state, bucket)
-        name = tuple(map(id, bucket.parameters()))
-        state[name] = 0.9 * state[name]
-        return done
-
-    says("07.2", eight_bits, "what is left out fades before it has grown to a step of the code")
-
-
-@pytest.mark.long
-def test_a_scale_of_zero_that_makes_nan_is_told():
-    def eight_bits(state, bucket):
-        done = solution.eight_bits(state, bucket)
-        most = bucket.buffer().abs().max()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        mean = torch.futures.Future()
-        mean.set_result(done.value() / most * most)
-        return mean
-
-    says("07.2", eight_bits, "all its gradients are zero, and so is its scale")
+    text = examine("07.2", sixteen).text
+    assert "on 5 ranks: bytes that a rank sends per gradient" in text and "3.1" in text, text

@@ -13,9 +13,8 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs.chapters.nb07 import explorer as nb07
 from labs.chapters.nb08 import explorer as nb08
-from labs.explorers import loader, roofline, split
+from labs.explorers import exchange, loader, roofline, split
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
@@ -24,7 +23,7 @@ EXPLORERS = {
     "roofline": roofline.roofline,
     "loader": loader.loader,
     "split": split.split,
-    "slow_link": nb07.step,
+    "exchange": exchange.exchange,
     "scale": nb08.scale,
 }
 

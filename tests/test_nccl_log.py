@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
+import nccl_samples
 import pytest
 
 from labs import nccl_log
+from labs.kit import supervise
 from labs.kit.errors import BadInput
-from labs.nccl_log import nccl, nccl_samples
+from labs.kit.record import Record, Records
+from labs.nccl_log import nccl
 
 TOLD = {
     "2xRTX4090": ("2 ranks on 1 machine.", "2 of 2 links go through the host's memory", "1 pair of GPUs: PHB"),
@@ -138,7 +143,11 @@ def test_no_topology():
 
 @pytest.mark.parametrize(
     "arguments, told",
-    [((), "name a log"), (("nowhere.log",), "nowhere.log: No such file"), (("--sample", "9xB300"), "invalid choice")],
+    [
+        ((), "name a log"),
+        (("nowhere.log",), "nowhere.log: No such file"),
+        (("--sample", "a.log"), "name a log, or --sample"),
+    ],
 )
 def test_the_command_refuses_in_one_line(arguments, told, tmp_path):
     done = subprocess.run(
@@ -156,3 +165,56 @@ def test_the_command_reads_what_ranks_wrote_into_many_files(tmp_path):
     command = [sys.executable, "-m", "labs.nccl_log", "a.log", "b.log", "--topology", "topology.txt"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines() == list(nccl_log.answer(log, topology))
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["4 Bytes -> Algo 0 proto 0 time 25.2", "65536 Bytes -> Algo 0 proto 1 time 30.1"],
+         "Collectives by size: Tree with LL 4 B; Tree with LL128 64 KiB."),
+        (["AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",
+          "AllReduce: 8192 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",
+          "AllReduce: 1073741824 Bytes -> Algo NVLS proto SIMPLE channel{Lo..Hi}={0..15}"],
+         "AllReduce by size: Ring with LL 4 KiB to 8 KiB; NVLS with Simple 1 GiB."),
+        (["Connected all rings"], "add NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING"),
+    ],
+)  # fmt: skip
+def test_what_nccl_chose_for_each_size(lines, told):
+    assert told in words(*lines)
+
+
+def fake_process(monkeypatch, writes: str | None, code: int | None):
+    """A sweep that writes one record and this log into its folder, and ends with `code`; None: it never ends."""
+    asked = {}
+
+    class Process:
+        def wait(self, seconds):
+            if code is None:
+                raise subprocess.TimeoutExpired("sweep", seconds)
+            return code
+
+    @contextmanager
+    def started(command, **options):
+        asked.update(command=command, **options)
+        if writes is not None:
+            Records([Record("hardware_probe", "busbw_b_s", "B/s", (1e9,))]).save(command[command.index("--out") + 1])
+            Path(options["env"]["NCCL_DEBUG_FILE"].replace("%p", "7")).write_text(writes)
+        yield Process()
+
+    monkeypatch.setattr(supervise, "started", started)
+    return asked
+
+
+def test_a_sweep_returns_its_records_and_nccls_log(monkeypatch):
+    asked = fake_process(monkeypatch, "a:1:2 [0] NCCL INFO Connected all rings\n", 1)  # 1: the machine lacks something
+    records, log = nccl_log.all_reduce_sweep(2)
+    assert records.one("busbw_b_s").value == 1e9 and "Connected all rings" in log
+    assert asked["env"]["NCCL_DEBUG_SUBSYS"] == "INIT,GRAPH,TUNING" and "--nproc" in asked["command"]
+    assert asked["command"][asked["command"].index("--nproc") + 1] == "2"
+
+
+@pytest.mark.parametrize(("code", "told"), [(1, "exit code 1"), (None, "took more than")])
+def test_a_sweep_that_fails_says_how_to_see_why(monkeypatch, code, told):
+    fake_process(monkeypatch, None, code)
+    with pytest.raises(RuntimeError, match=f"{told}.*in a terminal to see why"):
+        nccl_log.all_reduce_sweep(2)

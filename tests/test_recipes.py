@@ -321,6 +321,55 @@ def test_killed_and_started_again_it_ends_bit_by_bit_the_same(run, start, tmp_pa
     assert same(torch.load(tmp_path / "killed.pt", weights_only=True), expected)
 
 
+# The recipe that combines what work needs
+
+FULL = ("--cpu", "--log-every", "1", "--batch-size", "1200", "--dropout", "0.2", "--accumulate", "2")
+FULL_RUN = (*FULL, "--steps", "12", "--warmup", "2", "--save-every", "4", "--validate-every", "5")
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(0, 4), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_full_with_accumulation_trains_what_a_single_batch_trains(run, tmp_path, ranks, micro):
+    """In FP64, with the schedule and clipping at work; a mean of means or a gradient exchanged too early would show."""
+    options = (*EXACT, "--precision", "fp32", "--warmup", "1", "--clip", "0.5", "--validate-every", "2")
+    once = run("train_ddp_full", *options, "--checkpoint", "a.pt", "--metrics", "a.jsonl")
+    parts = run(
+        "train_ddp_full", *options, "--accumulate", micro, "--checkpoint", "b.pt", "--metrics", "b.jsonl", ranks=ranks
+    )
+    assert len(once.losses) == 6 and parts.losses == pytest.approx(once.losses, abs=1e-9)
+    a, b = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("a.pt", "b.pt"))
+    for name, expected in a.items():
+        torch.testing.assert_close(b[name], expected, rtol=0, atol=1e-9)
+
+
+def test_the_learning_rate_rises_and_falls(run, tmp_path):
+    run("train_ddp_full", *FULL, "--steps", "6", "--warmup", "2", "--metrics", "m.jsonl")
+    rows = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates[0] < rates[1] < rates[2] == pytest.approx(1e-3) and rates[2] > rates[3] > rates[5] > 0
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_full_killed_and_resumed_has_the_same_weights_and_metrics(run, start, tmp_path, ranks):
+    whole = run("train_ddp_full", *FULL_RUN, "--checkpoint", "whole.pt", "--metrics", "whole.jsonl", ranks=ranks)
+    files = ("--checkpoint", "killed.pt", "--metrics", "killed.jsonl")
+    process = start("train_ddp_full", *FULL_RUN, *files, ranks=ranks)
+    for line in process.stdout:
+        if line.startswith("step 7/"):  # the checkpoint is of step 4: steps 5 to 7 are in the file already
+            for p in family(process.mark):
+                p.kill()
+            break
+    saved = torch.load(tmp_path / "killed.pt", weights_only=True)["step"]
+    resumed = run("train_ddp_full", *FULL_RUN, *files, ranks=ranks)
+    assert 4 <= saved < 12 and len(resumed.losses) < len(whole.losses)
+    states = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "killed")]
+    assert same(*states)
+    rows = [
+        [{k: v for k, v in json.loads(line).items() if k != "samples_per_s"} for line in path.read_text().splitlines()]
+        for path in (tmp_path / "whole.jsonl", tmp_path / "killed.jsonl")
+    ]
+    assert rows[0] == rows[1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "workers"), [(0, 0), (2, 0), (2, 1)])
 def test_sigterm_saves_and_ends(run, start, home, tmp_path, ranks, workers):
@@ -682,7 +731,7 @@ WRONG = [
     (["--batch-size", "0"], "1 or more"),
     (["--batch-size", "20000"], "10000 samples"),
     (["--lr", "nan"], "--lr must be above 0"),
-    (["--data", "absent.npz"], "absent.npz cannot be read"),
+    (["--data", "absent.npz"], "--data absent.npz: there is no such file"),
     (["--save", "no/such/w.pt"], "there is no such folder"),
 ]
 

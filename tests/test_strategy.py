@@ -29,7 +29,7 @@ def test_a_time_comes_from_one_model_with_the_band_of_its_regime():
     [
         ({"gpu": "L4", "params": 1e9}, "no published run says"),
         ({"gpu": "L4", "params": 1e9, "tflops": 50.0}, "one node with PCIe"),
-        ({"gpus": 16, "params": 1e9, "network_gb_s": 1.0}, "several nodes with less"),
+        ({"gpus": 16, "params": 1e9, "network_gb_s": 1.0}, "per GPU between nodes"),
     ],
 )
 def test_where_published_runs_support_no_band_there_is_a_plan_but_no_time(values, reason):

@@ -9,18 +9,16 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
-from labs.hang_clinic.hangs import HANGS as HANGS_OF_THE_LAB
 from labs.kit.place import Place
 from labs.watch import __main__ as watch
-from labs.watch import evidence, movement
-from labs.watch.movement import Counted, Counts, Movement
-from labs.watch.watchman import Board, Watchman
+from labs.watch import activity_probe, evidence
+from labs.watch.activity_probe import ActivityProbe, Counted, Counts
+from labs.watch.watchdog import Board, Watchdog
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE_S = 3
@@ -96,21 +94,6 @@ HANGS = {
             time.sleep(0.01)
     train(rank, wait)""",
         0,
-    ),
-    "one collective too many": (
-        """
-    train(rank)
-    if rank == 1:
-        dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.ones(3))""",
-        1,
-    ),
-    "an idle loader's workers are there": (
-        """
-    loader = DataLoader(Data(), num_workers=1, persistent_workers=True)
-    list(loader)
-    train(rank, lambda rank, step: time.sleep(1000) if (rank, step) == (1, 3) else None, loader)""",
-        1,
     ),
 }
 
@@ -241,23 +224,12 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, words):
     assert end.value.code == 2 and words in told and told.count("\n") == 1, told
 
 
-def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.py").write_text("")
-    assert watch.options(["--patience", "9", "x.py", "--patience", "1", "--help"]) == (
-        9,
-        tmp_path / "debug",
-        ["x.py", "--patience", "1", "--help"],
-        "",
-    )
-
-
 # Ranks
 
 
 def test_a_run_that_ends_well_leaves_nothing(run, tmp_path):
     """Though its last moment meets a call of the store in the watching thread, which here never does anything else."""
-    code, out, err = run("sys.modules['labs.watch.watchman'].LOOKS = 1e9\n    train(rank)")
+    code, out, err = run("sys.modules['labs.watch.watchdog'].LOOKS = 1e9\n    train(rank)")
     assert code == 0 and sorted(out.splitlines()) == ["rank 0 has ended", "rank 1 has ended"], err
     assert watch.PROG not in err and not (tmp_path / "debug").exists()
 
@@ -265,7 +237,7 @@ def test_a_run_that_ends_well_leaves_nothing(run, tmp_path):
 @pytest.mark.parametrize(
     "what", ["a rank sleeps", *(pytest.param(w, marks=pytest.mark.drill) for w in list(HANGS)[1:])]
 )
-def test_a_hang_is_told_with_where_each_rank_is(start, tmp_path, what):
+def test_a_hang_is_reported_with_where_each_rank_is(start, tmp_path, what):
     body, blamed = HANGS[what]
     process = start(body)
     lines = read_until(process, f"{watch.PROG}: no rank has moved for {PATIENCE_S} s")
@@ -275,22 +247,22 @@ def test_a_hang_is_told_with_where_each_rank_is(start, tmp_path, what):
         assert end["exit_code"] is None and end["error"] == ""
     stacks = (tmp_path / "debug" / f"rank{blamed}.stacks.txt").read_text()
     assert re.search(r'train\.py", line \d+ in', stacks)
-    assert process.poll() is None, "it is told, not ended"
+    assert process.poll() is None, "it is reported, not ended"
     assert sum(f"{watch.PROG}: no rank" in line for line in lines) == 1
 
 
 @pytest.mark.drill
-def test_a_hang_that_ends_goes_on(run, tmp_path):
+def test_a_hang_that_ends_continues(run, tmp_path):
     sleeps = f"time.sleep({3 * PATIENCE_S}) if (rank, step) == (1, 3) else work(1)"
     code, out, err = run(f"train(rank, lambda rank, step: {sleeps})")
     assert code == 0 and out.count("has ended") == 2
-    assert err.count("no rank has moved") == 1 and "goes on after" in err
+    assert err.count("no rank has moved") == 1 and "continues after" in err
     assert len(list((tmp_path / "debug").glob("rank*.stacks.txt"))) == 2, "the evidence is kept"
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
-def test_a_rank_that_leaves_alone_is_told(run, tmp_path, how):
+def test_a_rank_that_leaves_alone_is_reported(run, tmp_path, how):
     code, _, err = run(f"train(rank, lambda rank, step: {how}(3) if (rank, step) == (1, 3) else None)")
     end = json.loads((tmp_path / "debug" / "rank1.end.json").read_text())
     assert code == 1 and end["exit_code"] == 3 and "rank 1 has ended with exit code 3" in err
@@ -316,90 +288,11 @@ def test_what_is_slow_is_not_called_a_hang(run, tmp_path, what):
     assert watch.PROG not in err and not (tmp_path / "debug").exists()
 
 
-SLOW = """
-import io
-def slow_validation(model, test, seconds):
-    until = time.monotonic() + seconds
-    with torch.no_grad():
-        while time.monotonic() < until:
-            for x, y in DataLoader(test, 64):
-                cross_entropy(model(x), y)
-
-class SlowDisk(io.FileIO):
-    def write(self, data):
-        time.sleep(len(memoryview(data).cast("B")) / SlowDisk.rate)
-        return super().write(data)
-
-def slow_save(state, seconds):
-    SlowDisk.rate = 4 * 631_050 / seconds  # bytes of the weights in the time that it is to take
-    with SlowDisk("weights.pt", "wb") as file:
-        torch.save(state, file)
-
-"""
-SLOW_AT = {
-    "            loss.backward()\n": """
-            if rank == 0 and step == 3: slow_validation(model.module, test, LONG)
-            if rank == 1 and step == 7: slow_validation(model.module, test, LONG)
-""",
-    "            optimizer.step()\n": """
-            if rank == 0 and step == 5: slow_save(model.module.state_dict(), LONG)
-""",
-    "            # model.module: ranks may have unequal": """
-            time.sleep(0.2)
-""",
-}
-
-
-def slow_recipe(long_s: float) -> str:
-    """train_ddp.py with a validation on either rank, a save and a test that take so long, each from step to step."""
-    text = (Path(watch.__file__).parents[1] / "recipes" / "train_ddp.py").read_text()
-    text = text.replace("def require(", SLOW + "def require(", 1)
-    for place, lines in SLOW_AT.items():
-        assert text.count(place) == 1
-        text = text.replace(place, lines.lstrip("\n") + place)
-    data = f"DATA = Path({str(Path(watch.__file__).parents[1])!r})"
-    return text.replace("LONG", str(long_s)).replace("DATA = Path(__file__).resolve().parent.parent", data)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(int(os.environ.get("COURSE_WATCH_RUNS", "3"))))
-def test_a_slow_recipe_is_not_called_hung(run, tmp_path, number):
-    """Tried 50 times with COURSE_WATCH_RUNS=50: four times the patience at each of three places."""
-    text = slow_recipe(4 * 2.0)
-    options = ("--cpu", "--steps", 10, "--log-every", 1, "--batch-size", 512)
-    code, out, err = run(text, *options, patience=2, plain=True)
-    assert code == 0 and "test loss" in out, err
-    assert watch.PROG not in err and not (tmp_path / "debug").exists()
-
-
-PROGRAM = """
-    import sys, torch.distributed as dist
-    from labs.hang_clinic.hangs import HANGS
-    dist.init_process_group("gloo")
-    HANGS[sys.argv[1]].program(dist.get_rank(), 1, False)
-    dist.barrier()
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("name", ["wrong_group", "deadlocked_p2p", "barrier_on_one_rank", "local_condition"])
-def test_programs_that_hang_are_diagnosed(start, name):
-    """The printed diagnosis names a rank of those at fault, the collective and the line."""
-    hang = HANGS_OF_THE_LAB[name]
-    process = start(PROGRAM, name, plain=True)
-    lines = read_until(process, "tells what each rank did last")
-    told = " ".join(line.removeprefix(f"{watch.PROG}: ").strip() for line in lines if line.startswith(watch.PROG))
-    assert any(f"hangs.py:{line}" in told for line in hang.lines), told
-    assert any(name in told for name in hang.collective), told
-    assert re.search(r"ranks? (0 and )?1\b", told, re.I), told
-
-
 # Parts
 
 
 def test_a_loop_that_waits_is_soon_known_and_a_step_makes_all_places_new():
-    looked = Movement()
+    looked = ActivityProbe()
     looked.counts.now = lambda: (1,)
     looks = [looked._counts_changed() or looked._stack_is_new() for _ in range(4)]
     assert looks == [True, True, False, False], "the first count, the first stack"
@@ -416,16 +309,15 @@ def test_a_loop_that_waits_is_soon_known_and_a_step_makes_all_places_new():
         ({evidence.OLDER_BUFFER: "50000"}, None),
     ],
 )
-def test_what_the_user_says_of_the_recorder_is_kept(tmp_path, monkeypatch, given, then):
-    for name in (evidence.BUFFER, evidence.OLDER_BUFFER):
+def test_the_users_settings_of_the_recorder_stay(tmp_path, monkeypatch, given, then):
+    for name in (evidence.BUFFER, evidence.OLDER_BUFFER, evidence.DUMP_ON_TIMEOUT, evidence.DUMP_FILE):
         monkeypatch.setenv(name, "")  # is set back afterwards
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    Watchman(tmp_path, 1.0, lambda folder: (), "watch").start()
-    assert os.environ.get(evidence.BUFFER) == then
+    Watchdog(tmp_path, 1.0, lambda folder: (), "watch").start()
+    assert os.environ.get(evidence.BUFFER) == then and os.environ[evidence.DUMP_ON_TIMEOUT] == "1"
 
 
 @pytest.mark.parametrize(("status", "spins"), [(("7", "6"), True), (("7", "7"), False)])
@@ -434,7 +326,7 @@ def test_spinning_for_nccl_is_no_work(monkeypatch, status, spins):
     enqueued, completed = status
     dumped = {"pg_status": {"0": {"last_enqueued_collective": enqueued, "last_completed_collective": completed}}}
     monkeypatch.setattr(Counts, "_dumps", lambda self: [lambda **_: b"{}", lambda **_: json.dumps(dumped).encode()])
-    looked = Movement()
+    looked = ActivityProbe()
     monkeypatch.setattr(looked, "_rate", lambda name, value: 1.0)
     assert looked._computes() != spins
 
@@ -453,76 +345,6 @@ def test_a_counted_method_is_not_in_the_traceback():
         next(iter(Iterator()))
     assert [frame.name for frame in e.traceback] == ["test_a_counted_method_is_not_in_the_traceback", "__next__"]
     assert counts.batches == 1
-
-
-BY_SRUN = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "3",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_GTIDS": "4,5,6,7",
-}
-BY_MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "6",
-    "OMPI_COMM_WORLD_SIZE": "9",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
-    "PMIX_NAMESPACE": "prterun-7",
-}
-
-
-@pytest.mark.parametrize(
-    ("environ", "place", "neighbours"),
-    [
-        ({}, Place(), [0]),
-        (
-            {
-                "RANK": "5",
-                "WORLD_SIZE": "8",
-                "LOCAL_RANK": "1",
-                "LOCAL_WORLD_SIZE": "4",
-                "TORCHELASTIC_RESTART_COUNT": "2",
-            },
-            Place(5, 8, 1, 4, 4, restart=2),
-            [4, 5, 6, 7],
-        ),
-        (
-            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
-            Place(5, 8, 1, 4, 1),
-            [4, 5, 6, 7],
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3), [0, 1, 2]),
-        (BY_SRUN, Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)), [4, 5, 6, 7]),
-        (
-            {**BY_SRUN, "RANK": "5", "WORLD_SIZE": "8"},
-            Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)),
-            [4, 5, 6, 7],
-        ),  # by a script
-        (
-            {**BY_SRUN, "SLURM_LOCALID": "2", "SLURM_GTIDS": "1,3,5,7"},
-            Place(5, 8, 2, 4, 1, start="4711.3", listed=(1, 3, 5, 7)),
-            [1, 3, 5, 7],
-        ),  # --distribution=cyclic
-        (
-            {**BY_SRUN, "RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
-            Place(1, 16, 1, 2),
-            [0, 1],
-        ),  # torchrun, started by srun
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"},
-            Place(),
-            [0],
-        ),  # by sbatch
-        ({**BY_SRUN, **BY_MPIRUN}, Place(6, 9, 0, 3, 6, start="prterun-7"), [6, 7, 8]),
-    ],
-)
-def test_a_rank_knows_its_place(environ, place, neighbours):
-    assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
-    alone = environ.keys() == {"RANK", "WORLD_SIZE"}
-    assert Place.of(environ, one_machine=False) == (Place(1, 3, machine=1) if alone else place)
 
 
 def test_ranks_whose_launcher_names_no_store_know_nothing_of_each_other(monkeypatch):
@@ -545,7 +367,7 @@ def test_ranks_that_know_nothing_of_each_other_raise_no_alarm(tmp_path, monkeypa
     board = Board(Place(0, 2, 0, 1))
     board.store = Lost()
     assert board.add("moves", 1) is None
-    guard = Watchman(tmp_path / "debug", 0.2, lambda folder: [], "watch")
+    guard = Watchdog(tmp_path / "debug", 0.2, lambda folder: [], "watch")
     monkeypatch.setattr(guard, "board", board)
     monkeypatch.setattr(board, "_connect", lambda: None)
     threading.Thread(target=guard._watch, daemon=True).start()
@@ -554,13 +376,13 @@ def test_ranks_that_know_nothing_of_each_other_raise_no_alarm(tmp_path, monkeypa
 
 
 def test_alone_it_alarms_by_itself(tmp_path, monkeypatch, capsys):
-    guard = Watchman(tmp_path / "debug", 0.2, lambda folder: ["here"], "watch")
-    monkeypatch.setattr(guard.movement, "look", lambda: "")
+    guard = Watchdog(tmp_path / "debug", 0.2, lambda folder: ["here"], "watch")
+    monkeypatch.setattr(guard.probe, "look", lambda: "")
     threading.Thread(target=guard._watch, daemon=True).start()
     wait_for(lambda: guard.still and (tmp_path / "debug" / "rank0.end.json").exists(), what="the alarm")
     wait_for(lambda: "watch: here" in capsys.readouterr().err, what="the diagnosis")
     assert os.path.getsize(tmp_path / "debug" / "rank0.stacks.txt") > 0
-    guard.movement.look = lambda: "steps"
+    guard.probe.look = lambda: "steps"
 
 
 def test_bytes_of_a_connection_are_counted():
@@ -568,7 +390,7 @@ def test_bytes_of_a_connection_are_counted():
 
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
         other, _ = server.accept()
-        before = movement.tcp_bytes()
+        before = activity_probe.tcp_bytes()
         one.sendall(bytes(5000))
-        wait_for(lambda: movement.tcp_bytes() - before >= 10_000, what="5000 that went and 5000 that came")
+        wait_for(lambda: activity_probe.tcp_bytes() - before >= 10_000, what="5000 that went and 5000 that came")
         other.close()

@@ -53,7 +53,7 @@ CAUSES = (
         "no exchange",
         "{exposed} of a step's {mean} are exchange between ranks that nothing hides",
         "{exchange_cure}",
-        "07, section 4",
+        "07, section 5",
         ("exchange",),
         "exchange",
         ("DistributedDataParallel", "DDP", "fully_shard", "FullyShardedDataParallel"),

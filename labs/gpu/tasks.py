@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labs.nccl_log import LOGGING
+
 
 @dataclass(frozen=True)
 class Place:
@@ -66,11 +68,7 @@ def doctor(script: str, *options: Any) -> Callable[[Place, Path], list[Any]]:
     return command
 
 
-NCCL = {
-    "NCCL_DEBUG": "INFO",
-    "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING",
-    "NCCL_DEBUG_FILE": "{part}/nccl.%p.txt",
-}
+NCCL = LOGGING | {"NCCL_DEBUG_FILE": "{part}/nccl.%p.txt"}
 
 DATA = Path(__file__).parents[1] / "common" / "data" / "fashion_mnist_12k.npz"
 NOT_READY = (0, 1)
@@ -113,7 +111,7 @@ TASKS: dict[str, Task] = {
     "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/chapters/nb12/slow_training.py", "--data", DATA)),
     "mixed_precision": Task("How fast are the course's models in each format?", 40, 120, lab("mixed_precision")),
     "memory_oracle": Task("What fills memory, model by model?", 40, 120, lab("memory_oracle")),
-    "all_reduce": Task("How fast are messages between GPUs?", 15, 60,
+    "all_reduce": Task("Notebook 07: how fast are messages between GPUs, and what does NCCL choose?", 15, 60,
                        lab("hardware_probe", "--parts", "all_reduce", nproc=None, saved="all_reduce"), 2,
                        NCCL, NOT_READY),
     "data_parallel_mlp": Task("Notebook 03: how much faster is DDP, for an MLP?", 10, 60,
@@ -126,8 +124,9 @@ TASKS: dict[str, Task] = {
     "pipeline_parallel": Task("Notebook 06: how long is each stage idle?", 40, 120,
                               lab("pipeline_parallel", nproc=2), 2),
     "fully_sharded": Task("Notebook 06: what does FSDP2 save and cost?", 25, 90, lab("fully_sharded", nproc=None), 2),
-    "bucket_overlap": Task("Notebook 07: which bucket size?", 20, 90, lab("bucket_overlap", nproc=None), 2),
-    "gradient_compression": Task("Notebook 07: does compression pay?", 25, 90,
+    "bucket_sizes": Task("Notebook 07: which bucket size?", 20, 90,
+                         lab("comm_overlap", "--bucket-mb", 4, 1, nproc=None, saved="bucket_sizes"), 2),
+    "gradient_compression": Task("Notebook 07: does compression pay between GPUs?", 25, 90,
                                  lab("gradient_compression", nproc=None), 2),
 }  # fmt: skip
 """By name, in the order in which they run."""

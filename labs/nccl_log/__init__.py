@@ -1,10 +1,10 @@
 """Which way do the bytes go? NCCL's own log, in words.
 
-    NCCL_DEBUG=INFO torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
-    python -m labs.nccl_log nccl.log                            # rings, trees, transports, variables, warnings
+    NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
+    python -m labs.nccl_log nccl.log                            # rings, trees, transports, algorithms, warnings
     nvidia-smi topo -m > topology.txt
     python -m labs.nccl_log nccl.log --topology topology.txt    # beside what the machine would allow
-    python -m labs.nccl_log --sample 8xA100                     # a sample made by hand, to see what is told
+    python -m labs.nccl_log --sample                            # lines that others published
 
 Reads files only: no GPU is needed. Exit code: 0, or 2 for a file that holds no log of NCCL.
 """
@@ -12,14 +12,49 @@ Reads files only: no GPU is needed. Exit code: 0, or 2 for a file that holds no 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from labs.kit import record, supervise, timeouts
 from labs.kit.cli import fail
 from labs.kit.errors import BadInput
-from labs.nccl_log import nccl, nccl_samples
+from labs.nccl_log import nccl, published
 
 PROG = "python -m labs.nccl_log"
+LOGGING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING"}
+"""Variables that make NCCL write which rings it built, and which algorithm it chose for each size."""
+
+
+def all_reduce_sweep(gpus: int) -> tuple[record.Records, str]:
+    """All-reduces of many sizes over NCCL on `gpus` GPUs: (their records, NCCL's log).
+
+    Ranks start in a process of their own, since NCCL reads its variables once. RuntimeError if they fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file, files = Path(folder, "all_reduce.jsonl"), f"{folder}/nccl.%p.txt"
+        command = [sys.executable, "-m", "labs.hardware_probe", "--parts", "all_reduce", "--nproc", str(gpus)]
+        with supervise.started(
+            [*command, "--out", str(file)],
+            grace_s=timeouts.STOP_S,
+            env=os.environ | LOGGING | {"NCCL_DEBUG_FILE": files},
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as running:
+            try:
+                code = running.wait(timeouts.LAUNCH_S)
+            except subprocess.TimeoutExpired:
+                code = None
+        if not file.exists():
+            how = f"took more than {timeouts.LAUNCH_S:g} s" if code is None else f"ended with exit code {code}"
+            raise RuntimeError(f"the sweep {how}: run {' '.join(['python', *command[1:]])} in a terminal to see why")
+        logs = sorted(Path(folder).glob("nccl.*.txt"))
+        return record.load(file), "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
 
 
 def answer(log: str, topology: str = "") -> Iterator[str]:
@@ -34,14 +69,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("log", nargs="*", type=Path, help="what the ranks printed, in one file or in many")
     parser.add_argument("--topology", type=Path, help="what `nvidia-smi topo -m` printed")
-    parser.add_argument("--sample", choices=nccl_samples.SAMPLES, help="a log that was made by hand, not recorded")
+    parser.add_argument("--sample", action="store_true", help="a log that others published")
     args = parser.parse_args()
     if bool(args.log) == bool(args.sample):
-        fail(PROG, "name a log, or a --sample: NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log makes one")
+        fail(PROG, "name a log, or --sample: NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log makes one")
     try:
         if args.sample:
-            print(f"{nccl_samples.LABEL}\n")
-            log, topology = nccl_samples.SAMPLES[args.sample]
+            print(f"{published.SOURCE}\n")
+            log, topology = published.LOG, ""
         else:
             log = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in args.log)
             topology = args.topology.read_text(encoding="utf-8", errors="replace") if args.topology else ""

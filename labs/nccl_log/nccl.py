@@ -33,6 +33,12 @@ COMMUNICATOR = re.compile(r"n[rR]anks (?P<ranks>\d+) .*commId (?P<name>0x[0-9a-f
 SET = re.compile(r"(?P<name>NCCL_\w+) set by environment to (?P<value>.*?)\.?$")
 NETWORK = re.compile(r"Using network (?P<name>.+)")
 VERSION = re.compile(r"NCCL version (?P<version>[\d.]+)")
+CHOICE = re.compile(  # up to 2.23 with numbers: "4096 Bytes -> Algo 1 proto 2 time 8.4"
+    r"(?:(?P<collective>\w+): )?(?P<size>\d+) Bytes -> Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)"
+)
+ALGORITHMS = {"0": "Tree", "1": "Ring", "2": "CollNetDirect", "3": "CollNetChain", "4": "NVLS", "5": "NVLSTree"}
+PROTOCOLS = {"0": "LL", "1": "LL128", "2": "Simple"}
+"""Numbers and names in include/nccl_tuner.h of NVIDIA/nccl; newer versions write the names, in capitals."""
 PASSED = re.compile(
     r"Connected all|Init START|Init COMPLETE|Setting affinity|Chunksize|threadThresholds|coll channels|"
     r"Bootstrap|NET/|Plugin|PLUGIN|Proxy|Check P2P|TUNER|comm 0x|cudaDriver|Ring \d+ :|Tree \d+ :|"
@@ -71,6 +77,8 @@ class Log:
     """The channels that each link was opened for."""
     trees: dict[int, dict[int, int]] = field(default_factory=dict)
     """[channel]: {rank: the rank above it in the tree, -1 for the root}."""
+    choices: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    """{(collective, bytes): (algorithm, protocol)}; the collective is empty where NCCL doesn't write it."""
     variables: dict[str, str] = field(default_factory=dict)
     network: str = ""
     warnings: Counter[str] = field(default_factory=Counter)
@@ -118,6 +126,11 @@ def _take(text: str, log: Log) -> bool:
     elif text.startswith("Trees"):
         for tree in TREE.finditer(text):
             log.trees.setdefault(int(tree["channel"]), {})[int(tree["rank"])] = int(tree["above"])
+    elif found := CHOICE.search(text):
+        names = (ALGORITHMS, found["algorithm"]), (PROTOCOLS, found["protocol"])
+        known = {n.upper(): n for n in (*ALGORITHMS.values(), *PROTOCOLS.values())}
+        algorithm, protocol = (numbers.get(name, known.get(name.upper(), name)) for numbers, name in names)
+        log.choices[found["collective"] or "", int(found["size"])] = algorithm, protocol
     elif found := SET.search(text):
         log.variables[found["name"]] = found["value"]
     elif found := NETWORK.search(text):
@@ -163,7 +176,8 @@ def in_words(log: Log) -> Iterator[str]:
     version = f"NCCL {log.version}" if log.version else "NCCL of an unknown version"
     ranks = f"{log.ranks} ranks" if log.ranks else "an unknown number of ranks"
     nodes = log.nodes or len(log.hosts)
-    yield f"{version}, {ranks} on {nodes} machine{'s' if nodes != 1 else ''}."
+    machines = f"{nodes} machine{'s' if nodes != 1 else ''}"
+    yield f"{version}, {ranks} {'on' if log.nodes else 'with lines from'} {machines}."
     if len(log.communicators) > 1:
         sizes = Counter(log.communicators.values())
         named = ", ".join(f"{n} of {size}" for size, n in sorted(sizes.items(), reverse=True))
@@ -174,7 +188,7 @@ def in_words(log: Log) -> Iterator[str]:
     if log.channels:
         orders = Counter(log.channels.values())
         order, times = orders.most_common(1)[0]
-        others = f"; the other {len(log.channels) - times} run otherwise" if times < len(log.channels) else ""
+        others = "; the others differ" if times < len(log.channels) else ""
         cut = f" and so on (NCCL wrote {len(order)} of {log.ranks} ranks)" if len(order) < log.ranks else ""
         ring, many = " -> ".join(map(str, order)), "s" * (len(log.channels) > 1)
         yield f"{len(log.channels)} channel{many}, each a ring: {times} of them {ring}{cut}{others}."
@@ -187,8 +201,9 @@ def in_words(log: Log) -> Iterator[str]:
         roots = sorted({rank for tree in log.trees.values() for rank, above in tree.items() if above == -1})
         yield (
             f"{len(log.trees)} trees, with rank {' or '.join(map(str, roots))} at the top. NCCL picks ring or tree "
-            "by message size; the log does not say which ran."
+            "by message size."
         )
+    yield from _choices(log)
     for name, value in log.variables.items():
         decides = name in DECIDES and value != "0"
         yield f"{name}={value} is set: it {DECIDES[name]}." if decides else f"{name}={value} is set."
@@ -198,12 +213,38 @@ def in_words(log: Log) -> Iterator[str]:
         yield f"{log.lines - log.known} of {log.lines} lines of NCCL's were not understood."
 
 
+def _choices(log: Log) -> Iterator[str]:
+    """The algorithm and protocol of each collective, by ranges of sizes that were logged."""
+    for collective in dict.fromkeys(name for name, _ in log.choices):
+        sizes = sorted(size for name, size in log.choices if name == collective)
+        runs: list[tuple[tuple[str, str], list[int]]] = []
+        for size in sizes:
+            choice = log.choices[collective, size]
+            if not runs or runs[-1][0] != choice:
+                runs.append((choice, []))
+            runs[-1][1].append(size)
+        parts = [
+            f"{algorithm} with {protocol} {_size(of[0])}" + (f" to {_size(of[-1])}" if len(of) > 1 else "")
+            for (algorithm, protocol), of in runs
+        ]
+        yield f"{collective or 'Collectives'} by size: {'; '.join(parts)}."
+    if log.lines and not log.choices:
+        yield "The log doesn't say which algorithm ran: add NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING."
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.4g} {unit}"
+    return f"{size} B"
+
+
 def _findings(log: Log) -> Iterator[str]:
-    families, nodes = log.families(), log.nodes or len(log.hosts)
+    families = log.families()
     if families["NET"]:
         kinds = {link.transport for link in log.links if link.family == "NET"}
         if any("Socket" in kind for kind in kinds):
-            yield "The network is TCP, not InfiniBand or RoCE: its bytes pass the CPU. Is that the card you paid for?"
+            yield "The network is TCP, not InfiniBand or RoCE: its bytes pass the CPU."
         elif any("GDRDMA" not in kind for kind in kinds):
             yield (
                 "Some network links are without GPUDirect RDMA (no GDRDMA in the line): their bytes take a detour "
@@ -216,7 +257,7 @@ def _findings(log: Log) -> Iterator[str]:
         )
     elif families["SHM"]:
         yield "Some pairs talk directly, others through the host: a ring is as fast as its slowest link."
-    if nodes <= 1 and families["NET"]:
+    if log.nodes == 1 and families["NET"]:
         yield "Ranks of one machine use a network card to reach each other: are P2P and SHM switched off?"
 
 

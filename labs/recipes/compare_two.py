@@ -81,8 +81,8 @@ def interval(samples):
     return medians[place], medians[-1 - place]
 
 
-def told(ratios, low, high, timed):
-    """One sentence. Of a number that is no time nobody here knows whether more of it is better."""
+def answer(ratios, low, high, timed):
+    """One sentence. For a number other than a time, we can't know whether more is better."""
     if not low <= 1 <= high:
         word = (("faster", "slower") if timed else ("smaller", "larger"))[high < 1]
         # By the end of the interval that is nearest to 1: at least so much, most likely more
@@ -90,8 +90,8 @@ def told(ratios, low, high, timed):
     # An interval shrinks with the root of the rounds. To leave out 1 in 4 of 5 runs, not in every other one, half of
     # it must be 0.7 of the difference.
     needed = math.ceil(len(ratios) * (math.log(high / low) / 2 / (0.7 * math.log(1.05))) ** 2)
-    seen = f"would take some {needed} rounds to be seen" if needed > len(ratios) else "would most likely have been seen"
-    return f"no difference that this run can show; at this spread one of 5 % {seen}"
+    seen = f"would take some {needed} rounds to show" if needed > len(ratios) else "would most likely have shown"
+    return f"inconclusive; at this spread a difference of 5 % {seen}"
 
 
 def require(condition, message, code=2):
@@ -133,7 +133,7 @@ def main():
         print(f"{name}: median {median(samples[1:]):.4g}{unit}: {command}")
     ratios = [a / b for a, b in zip(*values, strict=True)][1:]  # pair by pair: neighbours in time
     low, high = interval(ratios)
-    print(f"A/B: {median(ratios):.3f} [{low:.3f}, {high:.3f}] of {len(ratios)} pairs:", told(ratios, low, high, unit))
+    print(f"A/B: {median(ratios):.3f} [{low:.3f}, {high:.3f}] of {len(ratios)} pairs:", answer(ratios, low, high, unit))
 
 
 if __name__ == "__main__":

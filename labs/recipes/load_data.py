@@ -99,14 +99,10 @@ def main():
     args = parser.parse_args()
     require(min(args.workers) >= 0 and args.batch_size > 0, "--workers must be 0 or more, --batch-size 1 or more")
     require(0 < args.seconds < 1e6, "--seconds must be above 0")
-    try:
-        data = Images(args.data)
-    except (AttributeError, NameError, TypeError):
-        raise  # a mistake in Images, not in the file
-    except Exception as e:
-        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
-    told = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))  # by torchrun; or one rank
-    rank, ranks, local_rank, local_ranks = (int(os.environ.get(name, alone)) for name, alone in told)
+    require(args.data.exists(), f"--data {args.data}: there is no such file; the course has fashion_mnist_12k.npz")
+    data = Images(args.data)
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # without torchrun: one rank
+    rank, ranks, local_rank, local_ranks = (int(os.environ.get(name, alone)) for name, alone in defaults.items())
     cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")

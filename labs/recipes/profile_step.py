@@ -131,7 +131,6 @@ def main():
     cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
     if cuda:
         torch.cuda.set_device(device)
     if ranks > 1:  # collective: waits until all ranks are there

@@ -77,12 +77,11 @@ def main():
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = parser.parse_args()
     require(args.batch_size > 0 and 0 < args.seconds < 1e6, "--batch-size must be 1 or more, --seconds above 0")
-    told = (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))  # by torchrun; without it this is the only rank
-    rank, local_rank, local_ranks = (int(os.environ.get(name, alone)) for name, alone in told)
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # without torchrun: one rank
+    rank, local_rank, local_ranks = (int(os.environ.get(name, alone)) for name, alone in defaults.items())
     cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(device)  # events are recorded on the current device
 
@@ -103,8 +102,8 @@ def main():
             lines.append(f"   not steady: the second half took {drift:.2f} times as long; measure longer")
     ratios = [a / b for a, b in zip(times["A"], times["B"], strict=True)]  # pair by pair: neighbours in time
     low, high = interval(ratios)
-    told = "no difference that this run can show" if low <= 1 <= high else f"B is {'faster' if low > 1 else 'slower'}"
-    lines.append(f"A/B: {median(ratios):.3f} [{low:.3f}, {high:.3f}] of {len(ratios)} pairs: {told}")
+    answer = "inconclusive" if low <= 1 <= high else f"B is {'faster' if low > 1 else 'slower'}"
+    lines.append(f"A/B: {median(ratios):.3f} [{low:.3f}, {high:.3f}] of {len(ratios)} pairs: {answer}")
     print("\n".join(f"rank {rank}  {line}" for line in lines), flush=True)
 
 

@@ -74,7 +74,7 @@ def save(module, path):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
 
-    # Options and data: what is wrong is told here, before any device is touched
+    # Options and data: a bad value ends the program here, before any device is touched
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -99,12 +99,8 @@ def main():
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
     if args.float64:
         torch.set_default_dtype(torch.float64)
-    try:
-        train, test = load_data(args.data)
-    except (AttributeError, NameError, TypeError):
-        raise  # a mistake in load_data, not in the file
-    except Exception as e:
-        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
+    require(args.data.exists(), f"--data {args.data}: there is no such file; the course has fashion_mnist_12k.npz")
+    train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
@@ -122,7 +118,6 @@ def main():
     compilers = [os.environ.get("CC", "gcc"), "clang"] if cuda else [os.environ.get("CXX", usual)]
     found = any(map(shutil.which, compilers))
     require(found or not args.compile, f"--compile needs {compilers[0]}: install it, or leave --compile out")
-    torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
     if cuda:
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
         torch.set_float32_matmul_precision("high")  # FP32 products may use TF32: see notebook 04
@@ -210,7 +205,7 @@ def main():
         save(model.module, args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
-        os._exit(0)  # on a busy machine Python's own end can meet threads of gloo that still run, and abort
+        os._exit(0)  # or Python may abort: gloo threads still run. No atexit function runs, so finish your logger first
 
 
 if __name__ == "__main__":

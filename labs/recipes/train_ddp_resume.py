@@ -101,7 +101,7 @@ def main():
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # looked at where ranks talk to each other anyway
 
-    # Options and data: what is wrong is told here, before any device is touched
+    # Options and data: a bad value ends the program here, before any device is touched
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -125,12 +125,8 @@ def main():
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
     if args.float64:
         torch.set_default_dtype(torch.float64)
-    try:
-        train, test = load_data(args.data)
-    except (AttributeError, NameError, TypeError):
-        raise  # a mistake in load_data, not in the file
-    except Exception as e:
-        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
+    require(args.data.exists(), f"--data {args.data}: there is no such file; the course has fashion_mnist_12k.npz")
+    train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
     order = [args.batch_size, args.seed]  # what the order of the data depends on
     try:  # weights_only: a file that holds code instead of tensors is refused
@@ -151,7 +147,6 @@ def main():
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
     if cuda:
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
     # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
@@ -273,7 +268,7 @@ def main():
         torch.save(model.module.state_dict(), args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
-        os._exit(0)  # on a busy machine Python's own end can meet threads of gloo that still run, and abort
+        os._exit(0)  # or Python may abort: gloo threads still run. No atexit function runs, so finish your logger first
 
 
 if __name__ == "__main__":

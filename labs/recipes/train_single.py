@@ -61,7 +61,7 @@ def require(condition, message):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
 
-    # Options and data: what is wrong is told here, before any device is touched
+    # Options and data: a bad value ends the program here, before any device is touched
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -81,19 +81,14 @@ def main():
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
     if args.float64:
         torch.set_default_dtype(torch.float64)
-    try:
-        train, test = load_data(args.data)
-    except (AttributeError, NameError, TypeError):
-        raise  # a mistake in load_data, not in the file
-    except Exception as e:
-        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
+    require(args.data.exists(), f"--data {args.data}: there is no such file; the course has fashion_mnist_12k.npz")
+    train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device
     require(os.environ.get("WORLD_SIZE", "1") == "1", "trains on one device: torchrun needs train_ddp.py")
     cuda = torch.cuda.is_available() and not args.cpu
     device = torch.device("cuda" if cuda else "cpu")
-    torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
 
     # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
     sampler = RandomSampler(train, generator=torch.Generator())

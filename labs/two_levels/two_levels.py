@@ -68,7 +68,7 @@ class Nodes:
 def ring_in_order(x: Tensor, order: Sequence[int]) -> None:
     """Sum of `x` over all ranks, in place, by a ring in which rank order[i] sends to rank order[i + 1].
 
-    Reduce-scatter, then all-gather, of n - 1 steps each (Patarasuk & Yuan 2009), as labs.all_reduce_anatomy.ring.
+    Reduce-scatter, then all-gather, of n - 1 steps each (Patarasuk & Yuan 2009).
     """
     place, ranks = order.index(dist.get_rank()), len(order)
     right, left = order[(place + 1) % ranks], order[place - 1]

@@ -1,9 +1,8 @@
 """From what the ranks left to one sentence: which rank, which collective, which line.
 
-All ranks of a group must make the same calls in the same order. So their recorders are laid side by side, and the first
-call that differs, or that a rank has not made, is where it went wrong. Which of two ranks is in the wrong is told by
-the others (three ranks or more), or by what followed the same call in earlier steps. What the evidence does not decide
-is not decided here.
+All ranks of a group must make the same calls in the same order. So their recorders are compared, and the first call
+that differs, or that a rank has not made, is where it went wrong. Which of two ranks is wrong follows from the other
+ranks (three or more), or from what came after the same call in earlier steps. Where neither decides, it says so.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CONSEQUENCE = re.compile(
     r"|DistNetworkError|DistBackendError|NCCL|SignalException|SIGTERM|KeyboardInterrupt|failed to recv",
     re.I,
 )
-"""In an error that tells of a peer's fault, not of one's own."""
+"""In an error that reports another rank's fault."""
 MISMATCH = re.compile(r"Detected mismatch between collectives", re.I)
 ENDED_BY_OTHERS = ("SIGTERM", "SIGINT")
 ANY_SIZE = re.compile(r"scatter|all_?to_?all|_v\b|_v_", re.I)
@@ -38,9 +37,9 @@ class Diagnosis:
     """skipped, another collective, shape, dtype, group, finished, elsewhere, data, point to point, died, error, nothing
     wrong, unclear."""
     ranks: tuple[int, ...]
-    """Who went wrong; all that may have, where `sure` is false."""
+    """The ranks that went wrong; all candidates, where `sure` is false."""
     collective: str
-    """Name of the call that does not come about, such as all_reduce."""
+    """Name of the call that does not complete, such as all_reduce."""
     line: Frame | None
     """The faulty call, or the one that the named rank did not make; of an error, where it was raised."""
     sentences: tuple[str, ...]
@@ -55,17 +54,15 @@ class Diagnosis:
 
 
 RECORDER = (
-    "the recorder of every rank, dumped while it hangs. torch 2.13 keeps 2,000 calls unless "
-    "TORCH_FR_BUFFER_SIZE says otherwise before the process group is made."
+    "the recorder of every rank, dumped while it hangs. torch 2.13 keeps 2,000 calls unless TORCH_FR_BUFFER_SIZE is "
+    "set before the process group is made."
 )
-WHO_KILLED = (
-    "dmesg shows it if the kernel's out-of-memory killer did it; a kill by a person or a scheduler stands only in the "
-    "scheduler's log."
-)
+WHO_KILLED = "dmesg shows a kill by the kernel's out-of-memory killer; only the scheduler's log shows another one."
+DETAIL = "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both calls and sizes."
 
 
 def diagnose(evidence: Sequence[RankEvidence]) -> Diagnosis:
-    """What `evidence` of all ranks tells. Pure; never raises for evidence that `read` gave."""
+    """The diagnosis of the evidence of all ranks. Pure; never raises for evidence that `read` returned."""
     job = Job(evidence)
     for look in (
         _nothing_there,
@@ -148,6 +145,10 @@ class Job:
         of_ranks = self.numbered[group]
         return [r for r in self.members(group) if call.number > max(of_ranks.get(r, ()), default=0)]
 
+    def uses_nccl(self) -> bool:
+        """Whether a rank's last call is NCCL's: its watchdog aborts each process when a collective times out."""
+        return any(calls[-1].backend == "nccl" for calls in self.calls.values())
+
     def last(self, rank: int) -> Call | None:
         """The last call of a rank."""
         return self.calls[rank][-1] if rank in self.calls else None
@@ -159,19 +160,19 @@ class Job:
 def _nothing_there(job: Job) -> Diagnosis | None:
     if any(not e.is_silent for e in job.of.values()):
         return None
-    said = "No rank left anything that can be read: it cannot be told what happened."
+    said = "No rank left anything that can be read, so the cause is unknown."
     return Diagnosis("unclear", (), "", None, (said,), False, RECORDER)
 
 
 def _all_well(job: Job) -> Diagnosis | None:
     if any(e.end is None or e.end.exit_code != 0 for e in job.of.values()):
         return None
-    said = f"All {len(job.of)} ranks ended by themselves with exit code 0: nothing is wrong that this evidence shows."
+    said = f"All {len(job.of)} ranks ended with exit code 0: this evidence shows nothing wrong."
     return Diagnosis("nothing wrong", (), "", None, (said,), True)
 
 
 def _raised(job: Job) -> Diagnosis | None:
-    """An exception of the training's own, not one that tells of a lost peer."""
+    """An exception of the program itself, not one that reports a lost peer."""
     own = [r for r, e in job.of.items() if e.end and _is_own_error(e.end.error)]
     if not own:
         return None
@@ -186,7 +187,7 @@ def _raised(job: Job) -> Diagnosis | None:
     at = f" at {line}" if line else ""
     others = [r for r in job.of if r not in own]
     where = f"in {name} {job.at(waiting, waits)}" if waits else ""
-    why = f"{_ranks(others)} {_be(others)} {where}, and cannot go on without it." if waits else ""
+    why = f"{_ranks(others)} {_be(others)} {where}, and cannot continue without it." if waits else ""
     first = f"{_ranks(own)} raised {_first_line(end.error)}{at}."
     return Diagnosis("error", tuple(own), name, line, (first, why) if why else (first,), True)
 
@@ -212,7 +213,7 @@ def _differing_calls(job: Job) -> Diagnosis | None:
     if not found:
         return None
     calls = min(found, key=lambda calls: min(c.created_s for c in calls.values()))
-    return _told_apart(job, calls)
+    return _difference(job, calls)
 
 
 def _first_difference(job: Job, group: str) -> dict[int, Call] | None:
@@ -267,7 +268,7 @@ def _sign(call: Call) -> tuple:
 
 
 def _astray(job: Job, calls: dict[int, Call]) -> list[int]:
-    """Which ranks do not do what is usual, of ranks whose calls differ. Empty: it cannot be told.
+    """Which ranks do something unusual, of ranks whose calls differ. Empty: nothing decides.
 
     Most ranks agree; or else what followed the same calls in earlier steps, on any rank.
     """
@@ -300,7 +301,7 @@ def _followers(job: Job, contexts: set[tuple], calls: dict[int, Call], length: i
     return found
 
 
-def _told_apart(job: Job, calls: dict[int, Call]) -> Diagnosis:
+def _difference(job: Job, calls: dict[int, Call]) -> Diagnosis:
     """The diagnosis of calls that should be the same and are not."""
     astray = _astray(job, calls)
     if not astray:
@@ -337,17 +338,10 @@ def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
     said = (
         f"Rank {r} called {_described(a, b)} {job.at(r, a, b)}, rank {s} called {_described(b, a)} "
         f"{job.at(s, b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
-        "Which of them is in the wrong cannot be told: no earlier step and no third rank says it.",
+        "No earlier step and no third rank shows which of them is wrong.",
     )
-    return Diagnosis(
-        _kind(job, a, b, s),
-        (r, s),
-        a.name,
-        job.line(r, a),
-        said,
-        False,
-        "more steps (TORCH_FR_BUFFER_SIZE above 2000), or a run on 3 ranks.",
-    )
+    more = "more steps (TORCH_FR_BUFFER_SIZE above 2000), or a run on 3 ranks."
+    return Diagnosis(_kind(job, a, b, s), (r, s), a.name, job.line(r, a), said, False, more)
 
 
 def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
@@ -369,7 +363,7 @@ def _crashed(job: Job) -> Diagnosis | None:
 
     Its stack is known, its sizes are not; the others' last call is, and what they called there in earlier steps.
     """
-    crashed = [r for r, e in job.of.items() if "Aborted" in e.crash and job.in_torch(r)]
+    crashed = [r for r, e in job.of.items() if "Aborted" in e.crash and job.in_torch(r) and not job.uses_nccl()]
     alive = {r: calls[-1] for r, calls in job.calls.items() if r not in crashed}
     if not crashed or not alive:
         return None
@@ -381,19 +375,10 @@ def _crashed(job: Job) -> Diagnosis | None:
         return _crashed_elsewhere(job, crashed, call, alive)
     earlier = [c for c in job.calls[rank] if call.own and _where(c) == where and c.record < call.record]
     if not earlier:
-        said = (
-            f"{_ranks([*crashed, *alive])} called {name} {_at_line(here)}; {_ranks(crashed, 'r')} crashed there.",
-            f"{why} Whose size is wrong cannot be told.",
-        )
-        return Diagnosis(
-            "shape",
-            tuple(sorted({*crashed, *alive})),
-            call.name,
-            here,
-            said,
-            False,
-            "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both sizes.",
-        )
+        ranks = tuple(sorted({*crashed, *alive}))
+        first = f"{_ranks(ranks)} called {name} {_at_line(here)}; {_ranks(crashed, 'r')} crashed there."
+        said = (first, f"{why} Nothing shows whose size is wrong.")
+        return Diagnosis("shape", ranks, call.name, here, said, False, DETAIL)
     usual = earlier[-1]
     if _content(usual) != _content(call):
         astray = [r for r, c in alive.items() if _content(c) == _content(call)]
@@ -406,7 +391,7 @@ def _crashed(job: Job) -> Diagnosis | None:
         return Diagnosis(kind, tuple(astray), call.name, _line(call), said, True)
     said = (
         f"{_ranks(crashed)} called {name} at {here} with another size or type than {_ranks(alive, 'r')}, whose "
-        f"{_size(call)} are those of earlier steps.",
+        f"{size(call)} are those of earlier steps.",
         f"{_ranks(crashed)} crashed there: {why}",
     )
     return Diagnosis("shape", tuple(crashed), call.name, here, said, True)
@@ -435,20 +420,14 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
             f"{why} In earlier steps the call of {_ranks(list(alive) if wrong is crashed else crashed, 'r')} came here."
         )
         return Diagnosis(kind, tuple(wrong), what, line, (*both, why), True)
-    return Diagnosis(
-        "another collective",
-        tuple(sorted({*crashed, *alive})),
-        name,
-        here,
-        (*both, f"{why} Which of them is in the wrong cannot be told."),
-        False,
-        "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL.",
-    )
+    said = (*both, f"{why} Nothing shows which of them is wrong.")
+    return Diagnosis("another collective", tuple(sorted({*crashed, *alive})), name, here, said, False, DETAIL)
 
 
 def _died(job: Job) -> Diagnosis | None:
     """A rank that left nothing, or that a signal ended."""
-    killed = [r for r, e in job.of.items() if e.crash or (e.end and e.end.signal not in ("", *ENDED_BY_OTHERS))]
+    crashed = [r for r, e in job.of.items() if e.crash and not ("Aborted" in e.crash and job.uses_nccl())]
+    killed = [*crashed, *(r for r, e in job.of.items() if e.end and e.end.signal not in ("", *ENDED_BY_OTHERS))]
     gone = [r for r, e in job.of.items() if e.is_silent]
     dead = sorted({*killed, *gone})
     if not dead:
@@ -468,16 +447,12 @@ def _died(job: Job) -> Diagnosis | None:
         why = "A connection broke: the process at its other end is gone." if lost else "A signal ended it."
         why = f"{why} If it was SIGKILL: {WHO_KILLED}"
         return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), True)
-    why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
-    return Diagnosis(
-        "died",
-        tuple(dead),
-        name,
-        line,
-        (f"{_ranks(dead)} {how}{at}.", why),
-        False,
-        f"files and exit code of {_ranks(dead, 'r')}, dmesg there, whether it runs.",
+    said = (
+        f"{_ranks(dead)} {how}{at}.",
+        "No rank lost a connection: it may be killed, hang, or its files are elsewhere.",
     )
+    more = f"files and exit code of {_ranks(dead, 'r')}, dmesg there, whether it runs."
+    return Diagnosis("died", tuple(dead), name, line, said, False, more)
 
 
 def _crossed(job: Job) -> Diagnosis | None:
@@ -519,40 +494,30 @@ def _waiting(job: Job) -> Diagnosis | None:
     waits = [r for r, c in waiting.items() if _sign(c)[0] == call.group and c.number == call.number]
     at = next((r for r in waits if job.line(r, waiting[r])), waits[0])
     line, who = job.line(at, waiting[at]), _ranks(late)
-    first = (
-        f"{who} did not call {_named(call)}, in which {_ranks(waits, 'r')} {_verb(waits)} {job.at(at, waiting[at])}."
-    )
-    kind, why, sure = _instead(job, late)
+    where = f"in which {_ranks(waits, 'r')} {_verb(waits)} {job.at(at, waiting[at])}"
+    kind, why = _instead(job, late)
     if kind == "point to point":
         return _nobody_sends(job)
-    return Diagnosis(
-        kind,
-        tuple(late),
-        call.name,
-        line,
-        (first, why),
-        sure,
-        "" if sure else f"where {who} is: its stack, while it hangs.",
-    )
+    return Diagnosis(kind, tuple(late), call.name, line, (f"{who} did not call {_named(call)}, {where}.", why), True)
 
 
-def _instead(job: Job, late: list[int]) -> tuple[str, str, bool]:
-    """What ranks do in place of the collective that the others wait for: kind, a sentence, sure."""
+def _instead(job: Job, late: list[int]) -> tuple[str, str]:
+    """What ranks do in place of the collective that the others wait for: kind, a sentence."""
     rank = late[0]
     end, line, who = job.of[rank].end, job.stack_line(rank), f"Rank {rank}"
     if end and end.exit_code == 0:
-        return "finished", f"{who} has ended, with exit code 0: it had less to do than the others.", True
+        return "finished", f"{who} has ended, with exit code 0: it had less to do than the others."
     if end and end.exit_code is not None:
-        return "died", f"{who} has ended, with exit code {end.exit_code}, and raised nothing that was kept.", True
+        return "died", f"{who} has ended, with exit code {end.exit_code}, and left no error."
     inside = job.in_torch(rank)
     if inside in ("recv", "irecv", "send", "isend", "batch_isend_irecv"):
-        return "point to point", "", True
+        return "point to point", ""
     loader = any("torch/utils/data/dataloader.py" in f.file for f in job.of[rank].stack or ())
     if loader:
-        return "data", f"{who} waits for its data loader{f' at {line}' if line else ''}.", True
+        return "data", f"{who} waits for its data loader{f' at {line}' if line else ''}."
     if line:
-        return "elsewhere", f"{who} is at {line}{f', in {inside}' if inside else ''}.", True
-    return "elsewhere", f"Where {who.lower()} is, nothing tells.", True
+        return "elsewhere", f"{who} is at {line}{f', in {inside}' if inside else ''}."
+    return "elsewhere", f"Nothing shows where {who.lower()} is."
 
 
 def _circle(job: Job, blocked: dict[int, Call]) -> Diagnosis:
@@ -564,11 +529,11 @@ def _circle(job: Job, blocked: dict[int, Call]) -> Diagnosis:
     wrong = _astray(job, ring)
     if not wrong:
         return _either(job, ring)
-    return _told_apart(job, ring)
+    return _difference(job, ring)
 
 
 def _only_stacks(job: Job) -> Diagnosis | None:
-    """No recorder tells of a difference: gloo records no send and receive."""
+    """No recorder shows a difference: gloo records no send and receive."""
     return _nobody_sends(job)
 
 
@@ -590,13 +555,11 @@ def _nobody_sends(job: Job) -> Diagnosis | None:
             first = f"Rank {inside[0]} waits in {way} {_at_line(line)}, and no rank {missing}."
         if busy:
             where = f"{_be(busy)} {_at_line(job.stack_line(busy[0]))}"
-            why = f"{_ranks(busy)} {where} and may still come: it cannot be told."
+            why = f"{_ranks(busy)} {where} and may still come."
             return Diagnosis("point to point", tuple(inside), way, line, (first, why), False, "the stacks, later.")
-        why = (
-            "Each waits for the other, for ever: one of the two must do the opposite first."
-            if len(inside) > 1
-            else (f"{_ranks(rest)} wait elsewhere or have ended, so it waits for ever.")
-        )
+        why = f"{_ranks(rest)} wait elsewhere or have ended, so it waits for ever."
+        if len(inside) > 1:
+            why = "Each waits for the other, for ever: one of the two must do the opposite first."
         return Diagnosis("point to point", tuple(inside), way, line, (first, why), True)
     return None
 
@@ -607,13 +570,12 @@ def _unclear(job: Job) -> Diagnosis:
     if job.numbered and not any(e.calls is None for e in job.of.values()):
         said = (
             f"All ranks have made the same calls, and wait in none that another lacks ({where}).",
-            "Which rank is at fault cannot be told: it may be slow, or hang below Python.",
+            "One may be slow, or hang below Python; nothing shows which.",
         )
-        return Diagnosis(
-            "unclear", (), "", None, said, False, "a second dump some seconds later, py-spy dump --native."
-        )
+        more = "a second dump some seconds later, py-spy dump --native."
+        return Diagnosis("unclear", (), "", None, said, False, more)
     without = [r for r, e in job.of.items() if e.calls is None]
-    said = (f"It cannot be told: {_ranks(without) or 'no rank'} left no recorder ({where or 'and no stack'}).",)
+    said = (f"The cause is unknown: {_ranks(without) or 'no rank'} left no recorder ({where or 'and no stack'}).",)
     return Diagnosis("unclear", (), "", None, said, False, RECORDER)
 
 
@@ -644,7 +606,7 @@ def _line(call: Call) -> Frame | None:
 
 
 def _line_apart(call: Call, other: Call) -> Frame | None:
-    """The innermost line of `call` that `other` has not: a helper that both use tells nothing."""
+    """The innermost line of `call` that `other` has not: a helper that both use shows nothing."""
     theirs = set(_where(other))
     return next((f for f in call.own if (f.file, f.line) not in theirs), _line(call))
 
@@ -653,15 +615,16 @@ def _named(call: Call) -> str:
     return f"{call.name} (number {call.number} of group {call.group})"
 
 
-def _size(call: Call) -> str:
+def size(call: Call) -> str:
+    """The sizes and number formats that a call sends, such as 3x4 Float numbers."""
     return f"{' '.join('x'.join(map(str, s)) or '1' for s in call.sizes) or 'no'} {' '.join(call.dtypes)} numbers"
 
 
 def _described(call: Call, other: Call) -> str:
-    """The call, with what tells it from the other."""
+    """The call, with what distinguishes it from the other."""
     words = [call.name]
     if call.name == other.name and _content(call) != _content(other):
-        words.append(f"of {_size(call)}")
+        words.append(f"of {size(call)}")
     if call.group != other.group:
         words.append(f"in group {call.group}")
     return " ".join(words)

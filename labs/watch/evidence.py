@@ -1,11 +1,12 @@
-"""What each rank leaves when a training hangs or dies, written to one folder and read back.
+"""What each rank leaves when a training run hangs or dies, written to one folder and read back.
 
-    rank0.recorder.json   the Flight Recorder of torch: the last collectives of this rank, with sizes and Python lines
+    rank0.recorder.json   torch's flight recorder, of gloo and NCCL: the last collectives with sizes and Python lines
     rank0.stacks.txt      where each thread of this rank was
     rank0.end.json        how this rank ended: exit code, signal, error
+    nccl_rank_0           torch's own dump, which it writes when a collective times out under NCCL
 
-A rank that was killed leaves nothing, and that is evidence as well. To read a folder needs no torch, and runs nothing
-that the files hold.
+A rank that was killed leaves nothing, and that is evidence as well. Reading a folder needs no torch, and runs nothing
+that the files hold: torch's own torchfrtrace loads its dumps with pickle, which runs whatever a pickle says.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import linecache
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,36 @@ from labs.kit import _compat
 from labs.kit.record import write_atomic
 
 BUFFER, OLDER_BUFFER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""Environment: entries that torch's Flight Recorder keeps, by default 2,000 in torch 2.13. 0 records nothing, which was
-the default of some earlier versions.
-
-Read once, when a process makes its first process group.
-"""
+"""Environment: entries that torch's flight recorder keeps, by default 2,000 in torch 2.13. 0 records nothing, which was
+the default of some earlier versions. torch reads it when a process makes its first process group."""
+DUMP_FILE, OLDER_DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""Environment: path of NCCL's dump without the rank at its end. torch 2.13 knows both names."""
+DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+DUMP_NAME = "nccl_rank_"
 LARGEST_BYTES = 256 * 1024**2  # of a file that is read; a ring of 2,000 entries with stacks takes some 5 MB
 MOST_RANKS = 100_000
+
+
+def recorder_settings(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment with which torch records, and NCCL dumps into `folder` on a timeout; without what is already set."""
+    wanted = {BUFFER: "2000", DUMP_ON_TIMEOUT: "1", DUMP_FILE: f"{folder}/{DUMP_NAME}"}
+    older = {BUFFER: OLDER_BUFFER, DUMP_FILE: OLDER_DUMP_FILE}  # torch reads the older name where the newer is not set
+    return {n: v for n, v in wanted.items() if n not in environ and older.get(n, n) not in environ}
+
+
+def torch_dump_prefix(environ: Mapping[str, str]) -> Path:
+    """Where torch writes NCCL's dumps, without the rank at the end of the name."""
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/tmp')}/.cache"
+    return Path(environ.get(DUMP_FILE) or environ.get(OLDER_DUMP_FILE) or f"{cache}/torch/comm_lib_trace_rank_")
 
 
 # What ranks write ----------------------------------------------------------------------------------------------------
 
 
 def write_recorder(folder: Path, rank: int) -> Path:
-    """Write what torch's Flight Recorder holds, from any thread, also while a collective hangs.
+    """Write what torch's flight recorder holds, from any thread, also while a collective hangs.
 
-    There are no entries if BUFFER was 0 when the process group was made. What has to be asked for is this dump.
+    There are no entries if BUFFER was 0 when the process group was made.
     """
     return _write_json(folder / f"rank{rank}.recorder.json", recorded() | {"rank": rank})
 
@@ -82,7 +97,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> Path:
 
 
 def recorded() -> dict[str, Any]:
-    """The Flight Recorders of this process as one dict: "entries", "pg_status", and "pg_config" with names and ranks.
+    """The flight recorders of this process as one dict: "entries", "pg_status", and "pg_config" with names and ranks.
 
     gloo writes pg_config under an empty name: the groups that this process knows are put in its place.
     """
@@ -138,7 +153,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, a send or a receive, as the Flight Recorder noted it."""
+    """A collective, a send or a receive, as the flight recorder noted it."""
 
     group: str
     backend: str
@@ -196,6 +211,8 @@ class RankEvidence:
     crash: str = ""
     """What Python printed when a signal ended it, such as "Fatal Python error: Aborted"."""
     end: End | None = None
+    files: tuple[str, ...] = ()
+    """Names of the files that were used."""
     problems: tuple[str, ...] = ()
     """Files that could not be used, and why."""
 
@@ -206,36 +223,32 @@ class RankEvidence:
 
 
 OURS = re.compile(r"rank(\d+)\.(recorder\.json|stacks\.txt|end\.json)")
-NCCL = re.compile(r".*?(\d+)")  # prefix of TORCH_FR_DUMP_TEMP_FILE, earlier TORCH_NCCL_DEBUG_INFO_TEMP_FILE, then rank
+NCCL = re.compile(r"[^.]*?(\d+)")  # any prefix, then the rank
 
 
-def read(folder: Path | str) -> list[RankEvidence]:
-    """Evidence of every rank, in order; ranks that others know of and that left no file are there, too, and silent.
+def read(folder: Path | str, prefix: str = "") -> list[RankEvidence]:
+    """Evidence of every rank, in order; ranks that others name and that left no file are included, and silent.
 
-    Reads files of this module and dumps of NCCL's Flight Recorder (any prefix, then the rank). A file that cannot be
-    read is named in its rank's `problems`, and the rest is used. OSError if there is no such folder.
+    Reads files of this module and NCCL's dumps (any name that ends with the rank), those whose name begins with
+    `prefix`. A file that cannot be read is named in its rank's `problems`. OSError if there is no such folder.
     """
     found: dict[int, RankEvidence] = {}
     for path in sorted(Path(folder).iterdir()):
         ours, dump = OURS.fullmatch(path.name), NCCL.fullmatch(path.name)
-        if not path.is_file() or not (ours or (dump and "." not in path.name)):
+        if not path.is_file() or not (ours or dump) or not path.name.startswith(prefix):
             continue
         rank = int((ours or dump)[1][-9:])
+        if rank > MOST_RANKS:
+            continue
         before = found.get(rank, RankEvidence(rank))
         try:
-            if rank > MOST_RANKS:
-                raise ValueError(f"there is no rank {rank}")
-            found[rank] = replace(before, **_parsed(path, ours[2] if ours else "dump"))
+            fields = _parsed(path, ours[2] if ours else "dump")
+            found[rank] = replace(before, files=(*before.files, path.name), **fields)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
             why = f"{path.name}: {e if isinstance(e, (OSError, ValueError)) else f'not as expected ({e!r})'}"
-            if rank > MOST_RANKS:
-                continue
             found[rank] = replace(before, problems=(*before.problems, why))
     known = {r for e in found.values() for ranks in e.groups.values() for r in ranks}
-    if not found:
-        return []
-    last = max([*found, *known])
-    return [found.get(rank, RankEvidence(rank)) for rank in range(last + 1)]
+    return [found.get(rank, RankEvidence(rank)) for rank in range(max([*found, *known]) + 1)] if found else []
 
 
 def _parsed(path: Path, kind: str) -> dict[str, Any]:
@@ -250,7 +263,7 @@ def _parsed(path: Path, kind: str) -> dict[str, Any]:
         raise ValueError("empty: the rank ended while it wrote")
     if kind == "stacks.txt":
         return _stacks(data.decode("utf-8", "replace"))
-    values = _unpickled(data) if kind == "dump" else _json(data)
+    values = _unpickled(data) if kind == "dump" and not data.startswith(b"{") else _json(data)
     return {"end": _end(values)} if kind == "end.json" else _recorder(values)
 
 
@@ -265,7 +278,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Dicts, lists, tuples, texts and numbers: a pickle that names a class or function could run anything."""
+    """Loads dicts, lists, tuples, texts and numbers: a pickle that names a class or function could run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"names {module}.{name}: a dump holds plain values alone, so this is not one; not loaded")
@@ -277,16 +290,16 @@ def _unpickled(data: bytes) -> dict[str, Any]:
     except ValueError:
         raise
     except Exception as e:  # pickle raises nearly anything for bytes that are none
-        raise ValueError(f"no dump of a Flight Recorder, or cut short: {type(e).__name__}: {e}") from None
+        raise ValueError(f"no dump of a flight recorder, or cut short: {type(e).__name__}: {e}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"no dump of a Flight Recorder: it holds a {type(values).__name__}")
+        raise ValueError(f"no dump of a flight recorder: it holds a {type(values).__name__}")
     return values
 
 
 def _recorder(values: dict[str, Any]) -> dict[str, Any]:
     entries = values.get("entries", [] if "version" in values else None)  # left out before the first collective
     if not isinstance(entries, list):
-        raise ValueError("has no list of entries: no dump of a Flight Recorder")
+        raise ValueError("has no list of entries: no dump of a flight recorder")
     config = {k: v for k, v in (values.get("pg_config") or {}).items() if k}
     groups = {str(name): _ranks(of.get("ranks", "[]")) for name, of in config.items()}
     return {"calls": tuple(_calls(entries)), "groups": {n: r for n, r in groups.items() if r}}
@@ -350,8 +363,9 @@ def _stacks(text: str) -> dict[str, Any]:
     return {"stack": found, "crash": crash[-1] if crash else ""}
 
 
-def clear(folder: Path) -> None:
-    """Remove what ranks wrote to `folder` earlier, so that two runs are not mixed."""
-    for path in folder.glob("rank*") if folder.is_dir() else ():
-        if OURS.fullmatch(path.name):
+def clear(folder: Path, rank: int | None = None) -> None:
+    """Remove what earlier ranks, or one of them, wrote to `folder`, so that two runs are not mixed."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        ours = OURS.fullmatch(path.name) or re.fullmatch(rf"{DUMP_NAME}(\d+)", path.name)
+        if ours and rank in (None, int(ours[1])):
             os.unlink(path)

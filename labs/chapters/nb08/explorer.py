@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from labs import cost
-from labs.common.planning import blind_test, scaling
-from labs.common.planning.parallel_cost import Plan
-from labs.common.planning.scaling import Cluster, Work
-from labs.kit import hardware
+from labs.common.cost_model import cards, published, seconds
+from labs.common.cost_model.jobs import Plan
+from labs.common.cost_model.published import Range
+from labs.common.cost_model.seconds import Cluster, Work
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure, ideal, log_axes
 from labs.kit.record import Record, Records
 
-CARDS = tuple(s.gpu for s in hardware.specs() if s.link_gb_s and (s.tflops("bf16") or s.tflops("fp16")))
+CARDS = tuple(name for name in cards.known() if published.reached(name)[1])
 NODES = powers(1, 1024)
 PRICES = (0.25, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12)
 
 
 def setting(
     card: str, billions: float, sequences: float, per_node: float, nodes: float, network_gb_s: float, way: str
-) -> tuple[Work, Cluster, Plan, float]:
-    """What the knobs mean, and the steps of a training; `sequences` is per GPU: the batch grows with the nodes."""
+) -> tuple[Work, Cluster, Plan, cost.Config]:
+    """What the knobs mean; `sequences` is per GPU: the batch grows with the nodes."""
     gpus = int(per_node * nodes)
     config = cost.Config(
         params=1e9 * billions, batch=int(sequences * gpus), gpus_per_node=int(per_node), network_gb_s=network_gb_s
     )
     cluster = cost.cluster_of(config, cost.Offer(card, gpus))
-    return Work.of(config.job()), cluster, Plan(data=gpus, sharded=way == "FSDP2" and gpus > 1), config.steps
+    return Work.of(config.job), cluster, Plan(data=gpus, sharded=way == "FSDP2" and gpus > 1), config
 
 
 def scale() -> None:
@@ -58,11 +58,11 @@ def draw(
     """Efficiency of each GPU against nodes, for this network and one four times as slow; time, cost, what limits."""
 
     def share(count: float, gb_s: float) -> float:
-        return 100 * scaling.efficiency(*setting(card, billions, sequences, per_node, count, gb_s, way)[:3])
+        return 100 * seconds.efficiency(*setting(card, billions, sequences, per_node, count, gb_s, way)[:3])
 
-    work, cluster, plan, steps = setting(card, billions, sequences, per_node, nodes, network_gb_s, way)
+    work, cluster, plan, config = setting(card, billions, sequences, per_node, nodes, network_gb_s, way)
     now = share(nodes, network_gb_s)
-    message = f"{cluster.gpus:,} GPUs work at {blind_test.band().efficiency(now / 100)} of one"
+    message = f"{cluster.gpus:,} GPUs work at {now:.0f}% of one, by the model"
     records = Records([Record("scaling_model", "efficiency", "%", (now,), "modelled")])
     fig, ax = figure(message, xlabel="nodes", ylabel="efficiency (%)", records=records, legend_below=True)
     for gb_s, color in ((network_gb_s, SERIES[0]), (network_gb_s / 4, SERIES[1])):
@@ -71,37 +71,24 @@ def draw(
     here(ax, nodes, now)
     log_axes(ax, NODES[::2])
     ax.set_ylim(0, 110)
-    sentence = " ".join(
-        (
-            limits(scaling.step(work, cluster, plan)),
-            bill(work, cluster, plan, steps, price),
-            "Ranges hold eight in ten published runs. Memory is not looked at here: labs.strategy says what fits.",
-        )
+    found = published.estimate(work, cluster, plan, published.reached(card)[1])
+    lost = {name: part for name, part in found.step.parts().items() if name != "arithmetic"}
+    worst = max(lost, key=lost.get)
+    sentence = (
+        f"{found} The largest part of a step is {found.step.limit()}; besides arithmetic it is {worst}, "
+        f"{100 * lost[worst] / found.step.step_s:.2g} %. {bill(config, cluster, found.seconds, price)}"
+        "Memory is not looked at here: labs.strategy says what fits."
     )
     return fig, f"Efficiency against nodes. {message}, on {nodes:g} nodes of {per_node:g} {card}.", sentence
 
 
-def limits(step: scaling.Step) -> str:
-    """Seconds of a step, what takes most of it, and what takes most beside arithmetic."""
-    lost = {name: s for name, s in step.parts().items() if name != "arithmetic"}
-    worst = max(lost, key=lambda name: lost[name])
-    tail = f" ({level(step.between_s > step.inside_s)})" if worst == "exposed communication" else ""
-    return (
-        f"A step takes {blind_test.band_across().seconds(step.step_s)}. The largest part of it is {step.limit()}; "
-        f"besides arithmetic the largest is {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %."
-    )
-
-
-def bill(work: Work, cluster: Cluster, plan: Plan, steps: float, price: float) -> str:
+def bill(config: cost.Config, cluster: Cluster, step_s: Range | None, price: float) -> str:
     """Days, GPU-hours and money of 20 tokens for each parameter, with start-up, checkpoints and failures."""
-    seconds = cost.with_band(scaling.training(work, cluster, steps, plan), blind_test.band_across())
-    hours = seconds.times(cluster.gpus / cost.HOUR_S)
+    days = cost.days(config, step_s, cost.lost_share(config, cluster.gpus))
+    if days is None:
+        return ""
+    hours = days.times(24 * cluster.gpus)
     return (
-        f"Trained on {cost.TOKENS_PER_PARAMETER} tokens for each parameter: {seconds.times(1 / cost.DAY_S)} days, "
-        f"{hours} GPU-hours; at {price:g} for each, {hours.times(price)}."
+        f"Trained on {cost.TOKENS_PER_PARAMETER} tokens for each parameter: {days} days, {hours} GPU-hours; at "
+        f"{price:g} for each, {hours.times(price)}. "
     )
-
-
-def level(between: bool) -> str:
-    """The level of links that communication waits for."""
-    return "between nodes" if between else "inside a node"

@@ -35,12 +35,13 @@ EXAMPLE = (
 
 def bills(config: cost.Config) -> pandas.DataFrame:
     """A row for each offer."""
-    return cost.table(cost.bills(config), config.parsed())
+    return cost.table(cost.bills(config))
 
 
 def offers_figure(config: cost.Config, guess: Prediction) -> None:
     """Money against days, each offer with its band, and the limits."""
-    found = [b for b in cost.bills(config) if b]
+    every = cost.bills(config)
+    found = [b for b in every if b.days]
     kept = cost.cheapest(found, config.deadline_days, config.budget)
     hopeful = cost.cheapest([_hoped(b) for b in found], config.deadline_days, config.budget)
     message = "At the band's upper end no offer keeps the limits"
@@ -79,14 +80,14 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. " + "; ".join(f"{b.offer}: {b.days} days for {b.money}" for b in found) + ".")
     said = [
-        "Lines are the band of the model; an offer whose dot is hollow does not keep the limits at its upper end. "
-        f"{config.error}"
+        "Lines are the band of the model; an offer whose dot is hollow does not keep the limits at its upper end.",
+        *dict.fromkeys(f"Band for {b.estimate.band}." for b in found),
+        *(f"Not drawn: {b.offer}, {b.refusal}" for b in every if not b.days),
     ]
     if kept:
         said.append(f"{kept.offer} takes {kept.days} days and {kept.money}; {_share(kept)}")
         said.append(guess.against(kept.money.value, "modelled"))
         said.append(_undecided(found, kept, config))
-    said.append(" ".join(cost.arithmetic(config)))
     if hopeful and (not kept or hopeful.offer != kept.offer):
         said.append(f"By the middle of the band alone one would book {hopeful.offer}, which may not keep them.")
     say("\n".join(f"* {line}" for line in said))
@@ -108,14 +109,13 @@ def _undecided(found: list[cost.Bill], kept: cost.Bill, config: cost.Config) -> 
 
 def _hoped(b: cost.Bill) -> cost.Bill:
     """The same bill, as if the model never erred."""
-    return replace(b, seconds=cost.Range(b.seconds.value, b.seconds.value, b.seconds.value))
+    return replace(b, days=cost.Range(b.days.value, b.days.value, b.days.value))
 
 
 def _share(b: cost.Bill) -> str:
-    running = b.training.total_s
     return (
-        f"start-up is {b.training.startup_s / running:.1%} of it, checkpoints and failures "
-        f"{b.training.lost_share:.1%} of the rest, the largest part of a step is {b.step.limit()}."
+        f"checkpoints and failures take {b.lost_share:.1%} of the time, the largest part of a step is "
+        f"{b.estimate.step.limit()}."
     )
 
 

@@ -139,7 +139,7 @@ def _(evidence: Records) -> Verdict:
     """Of the errors in the chart that NCCL reports, how many are of the network."""
     del evidence  # the chart is the evidence
     errors = [row for row in rows() if OF_NCCL.search(" ".join(row.see))]
-    network = [row for row in errors if NETWORK.search(row.means)]
+    network = [row for row in errors if NETWORK.search(row.why)]
     said = f"counted in the chart: {len(errors)} rows have messages of NCCL, {len(network)} of them of the network"
     others = ", ".join(f'"{row.name}"' for row in errors if row not in network)
     if not network:

@@ -1,10 +1,10 @@
-"""The chart of symptoms as a table that can be filtered, and as text."""
+"""The error catalog as a table that can be filtered, and as text."""
 
 from __future__ import annotations
 
 import html
 
-from labs.symptom.catalog import SUBJECTS, Row, rows
+from labs.symptom.catalog import Row, rows, subjects
 
 PROG = "python -m labs.symptom"
 SEEN = 70
@@ -27,10 +27,9 @@ class Chart:
     def __repr__(self) -> str:
         """One line for each subject: what a page that shows text alone, and a strict comparison, see."""
         lines = []
-        for subject in SUBJECTS:
+        for subject in subjects():
             here = [row for row in self.rows if row.subject == subject]
-            made = sum(bool(row.drill or row.command) for row in here)
-            lines += [f"{subject}: {len(here)} rows, {made} of them made here"] if here else []
+            lines += [f"{subject}: {len(here)} rows"] if here else []
         return "\n".join([*lines, f"{len(self.rows)} rows; {PROG} --list prints them all"])
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -38,7 +37,7 @@ class Chart:
 
     def markup(self) -> str:
         """HTML: a field to filter by a word, and a folded table for each subject."""
-        tables = "".join(self._table(subject) for subject in SUBJECTS)
+        tables = "".join(self._table(subject) for subject in subjects())
         field = f'<input placeholder="a word of the message" aria-label="filter the chart" oninput="{FILTER}">'
         return f'<div class="labs-chart">{STYLE}{field}{tables}</div>'
 
@@ -47,23 +46,22 @@ class Chart:
         if not here:
             return ""
         body = "".join(f"<tr><td>{'</td><td>'.join(_cells(row))}</td></tr>" for row in here)
-        head = "<th>name, and what you see</th><th>cure</th><th>shown by</th>"
+        head = "<th>name, and what you see</th><th>fix</th>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"<details><summary>{subject}: {len(here)}</summary>{table}</details>"
 
 
 def chart(subject: str = "") -> Chart:
-    """The chart, or the rows of one of its SUBJECTS. ValueError if there is no such subject."""
-    if subject and subject not in SUBJECTS:
-        raise ValueError(f"the chart has no subject {subject!r}; it has {', '.join(SUBJECTS)}")
+    """The chart, or the rows of one of its subjects. ValueError if there is no such subject."""
+    if subject and subject not in subjects():
+        raise ValueError(f"the chart has no subject {subject!r}; it has {', '.join(subjects())}")
     return Chart(tuple(row for row in rows() if subject in ("", row.subject)))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    shown = row.see[0] if len(row.see[0]) <= SEEN else row.see[0][:SEEN].rsplit(" ", 1)[0] + " …"
-    by = f"--try {row.drill}" if row.drill else row.command.removeprefix("python -m ") or "source"
-    if by == "source":
-        by = f'<a href="{html.escape(row.source)}">source</a>' if row.source.startswith("http") else "torch's source"
-    else:
-        by = f"<code>{html.escape(by)}</code>"
-    return f"<b>{html.escape(row.name)}</b><br><code>{html.escape(shown)}</code>", html.escape(row.cure), by
+    text = row.see[0].partition(" && ")[0]
+    shown = text if len(text) <= SEEN else text[:SEEN].rsplit(" ", 1)[0] + " …"
+    fix = html.escape(row.fix.replace(row.source, "") if row.source else row.fix)
+    if row.source:
+        fix += f' <a href="{html.escape(row.source)}">source</a>'
+    return f"<b>{html.escape(row.name)}</b><br><code>{html.escape(shown)}</code>", fix

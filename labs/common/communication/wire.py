@@ -167,11 +167,6 @@ def label(run: Records) -> list[str]:
     return [delay.EMULATED] if run.where("acted_out") else []
 
 
-def named(run: Records) -> str:
-    """The wire, for an axis."""
-    return "emulated wire" if run.where("acted_out") else "wire"
-
-
 def require_rates(mb_s: Sequence[float]) -> None:
     """BadInput unless these are different bandwidths of a wire, in 10^6 byte/s."""
     require(len(set(mb_s)) == len(mb_s) > 0, f"take different bandwidths, one at least, not {mb_s}")

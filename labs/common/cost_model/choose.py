@@ -142,7 +142,7 @@ def by_scheme(found: Sequence[Cost], cluster: Cluster) -> pandas.DataFrame:
                 "activations_gb": c.activation_bytes / 1e9,
                 "limit_gb": limit / 1e9,
                 "step_s": c.step_s,
-                **{f"{name}_s": seconds for name, seconds in c.step.parts().items()},
+                **{f"{name.replace(' ', '_')}_s": seconds for name, seconds in c.step.parts().items()},
             }
         )
     return pandas.DataFrame(rows).sort_values(["fits", "step_s"], ascending=[False, True], ignore_index=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
 
 ASPECT = 100  # hidden size over layers; 43 to 128 in GPT-3's models, Brown et al. 2020, arXiv 2005.14165, table 2.1
 VOCABULARY = 50257  # GPT-2's
@@ -45,6 +48,31 @@ def shape(parameters: float) -> tuple[int, int]:
 
 def _hidden(parameters: float, layers: int) -> int:
     return max(64, 64 * round(math.sqrt(parameters / (12 * layers)) / 64))
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What every tool of the cost model asks for."""
+
+    params: Annotated[float, Ge(1), Le(1e14)] = 7e9
+    """Parameters of the transformer."""
+    batch: Annotated[int, Ge(1)] = 64
+    """Sequences per optimizer step, over all GPUs."""
+    seq: Annotated[int, Ge(1)] = 2048
+    """Tokens per sequence."""
+    layers: Annotated[int, Ge(0)] = 0
+    """Layers. Default: so many that the hidden size is 100 times as large."""
+    hidden: Annotated[int, Ge(0)] = 0
+    """Hidden size. Default: that of a transformer with 12 x layers x hidden^2 parameters."""
+    gpus_per_node: Annotated[int, Ge(1)] = 8
+    """GPUs that share a node."""
+    network_gb_s: Annotated[float, Gt(0)] = 25.0
+    """Line rate of one GPU to other nodes, one direction, in 10^9 bytes/s. Default: 200 Gbit/s, as in a DGX A100."""
+
+    @property
+    def job(self) -> Job:
+        """The model and its batch."""
+        return Job.of(self.params, self.batch, self.seq, self.layers, self.hidden)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,11 @@ latencies in place of one round number. No number was fitted to them.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-import numpy as np
 import pandas
 
 from labs.common.cost_model import cards
@@ -46,16 +44,6 @@ STEPS = {
 """Tables of training steps that say all that a prediction needs."""
 CARDS = "llm_foundry_cards"
 """One row each for two cards: they calibrate a card's share of its peak, and predict nothing."""
-NOT_PREDICTED = {
-    "pytorch_bert": "neither the model's size, nor its batch, nor the network is stated",
-    "rtx_4090_ddp": "neither the batch nor what is trained of the 1.7 billion parameters is stated",
-    "rtx_4090_p2p": "one configuration: nothing to predict",
-    "huggingface_ddp": "only two GPUs: no time of one GPU to predict from",
-    "powersgd": "compressed gradients: the model has no term for compressing",
-    "horovod": "shares of one GPU's rate, which is not stated",
-    "nccl_a100": "all-reduces, not training steps",
-    "nccl_b200": "all-reduces, not training steps",
-}
 FAST_GB_S = 6.25
 """10^9 bytes/s of one GPU to other nodes: no published row lies between 1.6 and this."""
 MOST_EXPOSED = 0.25
@@ -64,8 +52,8 @@ REGIMES = {
     "one GPU": "one GPU",
     "NVLink": "one node with NVLink",
     "PCIe": "one node with PCIe",
-    "fast network": f"several nodes, at least {FAST_GB_S:g} GB/s per GPU between them",
-    "slow network": f"several nodes with less than that, or over {MOST_EXPOSED:.0%} of the step exposed communication",
+    "fast network": f"several nodes with at least {FAST_GB_S:g} GB/s per GPU between them",
+    "slow network": f"under {FAST_GB_S:g} GB/s per GPU between nodes, or over {MOST_EXPOSED:.0%} of the step exposed",
 }
 WIDEST = 2.0
 """A band whose upper end is more than this times its lower end helps nobody; nor does a band from a single source."""
@@ -103,55 +91,27 @@ class Row:
     held_out: bool
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """A row with what the model says of it."""
-
-    row: Row
-    calibrates: bool
-    step: Step
-    perfect_s: float
-    """If nothing but arithmetic had changed since the calibration row: perfect scaling, the model to beat."""
-
-    @property
-    def error(self) -> float:
-        """Modelled over published, less 1: positive where the model is too slow."""
-        return self.step.step_s / self.row.published_s - 1
-
-    @property
-    def ratio(self) -> float:
-        """Published over modelled seconds."""
-        return self.row.published_s / self.step.step_s
-
-    @property
-    def regime(self) -> str:
-        """The regime of the row by its links and its modelled step."""
-        return regime(self.step, self.row.cluster, self.row.plan)
-
-
 def regime(found: Step, cluster: Cluster, plan: Plan) -> str:
     """Which of REGIMES a modelled step belongs to."""
     if plan.ranks == 1:
         return "one GPU"
     several = plan.ranks > cluster.gpus_per_node
     slow = several and cluster.between.bytes_s < cards.REACHED * 1e9 * FAST_GB_S * (1 - 1e-9)
-    if slow or found.exposed_share > MOST_EXPOSED:
+    if slow or found.exposed_s > MOST_EXPOSED * found.step_s:
         return "slow network"
     return "fast network" if several else "PCIe" if cluster.pcie else "NVLink"
 
 
-@cache
-def rows() -> tuple[Row, ...]:
-    """All published steps, by table and series."""
-    return tuple(r for name in STEPS for r in _rows(name))
-
-
-def _rows(name: str) -> list[Row]:
-    records = table(name)
-    if name == "one_bit_adam":  # its step is the sum of four parts, one after the other
-        total = lambda r: sum(part.value for part in records.where(**r.case))  # noqa: E731
-        records = [replace(r, metric="step", samples=(total(r),)) for r in records.where("forward")]
-    return [_row(name, r) for r in records]
+def rows(*tables: str) -> list[Row]:
+    """The published steps of these tables; without a name, of all in STEPS."""
+    found = []
+    for name in tables or STEPS:
+        records = table(name)
+        if name == "one_bit_adam":  # its step is the sum of four parts, one after the other
+            parts = [(r, [part.value for part in records.where(**r.case)]) for r in records.where("forward")]
+            records = [replace(r, metric="step", samples=(sum(values),)) for r, values in parts]
+        found += [_row(name, r) for r in records]
+    return found
 
 
 def _row(name: str, r: Record) -> Row:
@@ -208,27 +168,38 @@ def _work(name: str, r: Record) -> tuple[Work, Plan]:
     return Work.of(Job(parameters, data * micro, seq, layers, hidden)), plan
 
 
-def predict(published: Iterable[Row], by: Literal["series", "machine"] = "series") -> list[Predicted]:
+def predict(published: Iterable[Row], by: Literal["series", "machine"]) -> pandas.DataFrame:
     """Every row with its prediction, calibrated by one row of its series, or of its machine, whatever model that ran.
 
-    "machine" is what you ask of the model when a card's share of its peak comes from another model.
+    "machine" is what you ask of the model when a card's share of its peak comes from another model. `perfect_s` is
+    perfect scaling, the model to beat: as if nothing but arithmetic had changed since the calibration row.
     """
     sets: dict[tuple[str, str], list[Row]] = {}
     for row in published:
         sets.setdefault((row.table, getattr(row, by)), []).append(row)
-    return [p for rows in sets.values() for p in _predict(rows)]
+    found = pandas.DataFrame([line for rows in sets.values() for line in _predict(rows)])
+    found["error"] = found["modelled_s"] / found["published_s"] - 1  # positive where the model is too slow
+    return found
 
 
-def _predict(rows: list[Row]) -> list[Predicted]:
+def _predict(rows: list[Row]) -> Iterator[dict]:
     first = min(rows, key=lambda r: (r.cluster.gpus, r.work.batch))  # of equal ones the one that comes first
     flop_s = calibrated(first.work, first.cluster, first.plan, first.published_s).flop_s
     perfect = calibrated(first.work, _perfect(first.cluster), first.plan, first.published_s).flop_s
-    found = []
     for row in rows:
         modelled = step(row.work, replace(row.cluster, flop_s=flop_s), row.plan)
         ideal = step(row.work, replace(_perfect(row.cluster), flop_s=perfect), row.plan)
-        found.append(Predicted(row, row is first, modelled, ideal.step_s))
-    return found
+        yield {
+            "table": row.table,
+            "series": row.series,
+            "configuration": row.config,
+            "regime": regime(modelled, row.cluster, row.plan),
+            "held_out": row.held_out,
+            "calibrates": row is first,
+            "published_s": row.published_s,
+            "modelled_s": modelled.step_s,
+            "perfect_s": ideal.step_s,
+        }
 
 
 def _perfect(cluster: Cluster) -> Cluster:
@@ -237,10 +208,10 @@ def _perfect(cluster: Cluster) -> Cluster:
 
 
 @cache
-def test() -> tuple[Predicted, ...]:
-    """The calibrated test, by series: the two held-out rows first, then all others that calibrated nothing."""
-    predicted = (p for p in predict(rows()) if not p.calibrates)
-    return tuple(sorted(predicted, key=lambda p: not p.row.held_out))
+def test() -> pandas.DataFrame:
+    """The calibrated test: every row that calibrated nothing, by series, the two held-out rows first."""
+    found = predict(rows(), by="series")
+    return found[~found["calibrates"]].sort_values("held_out", ascending=False, kind="stable", ignore_index=True)
 
 
 @dataclass(frozen=True)
@@ -269,51 +240,32 @@ class Band:
     """A tenth of the rows lies below."""
     high: float
     """A tenth of the rows lies above."""
-    median_error: float
-    """Median of |modelled / published - 1|."""
-    within_20: float
-    """Share of rows whose error is at most 20 %."""
     rows: int
     sources: int
 
     @property
     def refusal(self) -> str:
         """Why this band helps nobody, in one line; "" if it does."""
-        if self.sources > 1 and self.high <= WIDEST * self.low:
-            return ""
-        return (
-            f"none given for {REGIMES[self.regime]}: its {self.rows} published rows ({_count(self.sources)}) took "
-            f"{self.low:.2g} to {self.high:.2g} times the modelled seconds. Time a step on your machines."
-        )
-
-    def range(self, value: float) -> Range:
-        """`value`, a time, with the band."""
-        return Range(value, self.low * value, self.high * value)
+        useful = self.sources > 1 and self.high <= WIDEST * self.low
+        return "" if useful else f"no time, because published runs support no band for {self}; time a step."
 
     def __str__(self) -> str:
         return (
-            f"{REGIMES[self.regime]}: eight in ten of {self.rows} published rows ({_count(self.sources)}) took "
-            f"{self.low:.2f} to {self.high:.2f} times the modelled seconds. {BIAS}"
+            f"{REGIMES[self.regime]} (eight in ten of {self.rows} published rows, sources: {self.sources}, took "
+            f"{self.low:.2f} to {self.high:.2f} times the modelled seconds)"
         )
-
-
-def _count(sources: int) -> str:
-    return f"{sources} source" + "s" * (sources > 1)
 
 
 @cache
 def bands() -> dict[str, Band]:
     """{regime: its band}, over all rows that calibrated nothing, the two held out among them."""
-    predicted = [p for p in predict(rows(), by="machine") if not p.calibrates]
-    return {name: _band(name, [p for p in predicted if p.regime == name]) for name in REGIMES}
-
-
-def _band(name: str, predicted: list[Predicted]) -> Band:
-    errors = [abs(p.error) for p in predicted]
-    low, high = np.quantile([p.ratio for p in predicted], [0.1, 0.9])
-    within = sum(e <= 0.2 for e in errors) / len(errors)
-    sources = len({p.row.table for p in predicted})
-    return Band(name, float(low), float(high), statistics.median(errors), within, len(errors), sources)
+    found = predict(rows(), by="machine")
+    groups = found[~found["calibrates"]].groupby("regime")
+    ratio = {name: g["published_s"] / g["modelled_s"] for name, g in groups}
+    return {
+        name: Band(name, *ratio[name].quantile([0.1, 0.9]), len(g), g["table"].nunique())
+        for name, g in ((name, groups.get_group(name)) for name in REGIMES)
+    }
 
 
 @dataclass(frozen=True)
@@ -327,10 +279,11 @@ class Estimate:
     @property
     def seconds(self) -> Range | None:
         """Seconds per step; None if the published rows support no band."""
-        return None if self.refusal else self.band.range(self.step.step_s)
+        s = self.step.step_s
+        return None if self.refusal else Range(s, self.band.low * s, self.band.high * s)
 
     def __str__(self) -> str:
-        return f"{self.seconds} s per step. For {self.band}" if self.seconds else self.refusal
+        return f"Time: {self.seconds} s per step, for {self.band}. {BIAS}" if self.seconds else f"N{self.refusal[1:]}"
 
 
 def estimate(work: Work, cluster: Cluster, plan: Plan, calibration: str) -> Estimate:
@@ -344,7 +297,7 @@ SAME_CHIP = {"H200": "H100"}
 """Cards with the peak of another one and more memory."""
 GUESS = 0.4
 """Share of the peak that we assume for a card without a published run, to compare plans; no time is printed for it."""
-GUESSED = "none given: no published run says what share of its peak this card reaches. Time a step."
+GUESSED = "no time, because no published run says what share of its peak this card reaches; time a step."
 
 
 @cache
@@ -354,7 +307,7 @@ def reached(card: str) -> tuple[float, str]:
     Of products that were really computed, recomputed ones among them: so a plan that recomputes pays for it once.
     """
     chip = SAME_CHIP.get(card.split()[0], card.split()[0])
-    for row in (*_rows(CARDS), *_rows("megatron")[:1]):
+    for row in rows(CARDS, "megatron"):  # of each card, its first row counts
         if row.card.split()[0] == chip:
             flop_s = calibrated(row.work, row.cluster, row.plan, row.published_s).flop_s
             peak = cards.peak_flop_s(hardware.spec(row.card))
@@ -363,20 +316,15 @@ def reached(card: str) -> tuple[float, str]:
 
 
 def report() -> pandas.DataFrame:
-    """One row per regime: the calibrated test by series, and the band that its answers get."""
-    found = []
-    for name, band in bands().items():
-        its = [p for p in test() if p.regime == name]
-        off = statistics.median(abs(p.error) for p in its)
-        perfect = statistics.median(abs(p.perfect_s / p.row.published_s - 1) for p in its)
-        found.append(
-            {
-                "regime": name,
-                "rows": len(its),
-                "within 20 %": f"{sum(abs(p.error) <= 0.2 for p in its)} of {len(its)}",
-                "median error": f"{off:.0%}",
-                "perfect scaling's": f"{perfect:.0%}",
-                "band": "refused" if band.refusal else f"{band.low:.2f} to {band.high:.2f}",
-            }
-        )
-    return pandas.DataFrame(found).set_index("regime")
+    """One row per regime: the calibrated test, and the band that an answer gets."""
+    found = test().assign(
+        perfect=lambda t: (t["perfect_s"] / t["published_s"] - 1).abs(), off=lambda t: t["error"].abs()
+    )
+    lines = found.groupby("regime").agg(
+        rows=("off", "size"),
+        within_20_percent=("off", lambda e: f"{(e <= 0.2).sum()} of {len(e)}"),
+        median_error=("off", lambda e: f"{e.median():.0%}"),
+        perfect_scaling=("perfect", lambda e: f"{e.median():.0%}"),
+    )
+    lines["band"] = ["refused" if b.refusal else f"{b.low:.2f} to {b.high:.2f}" for b in map(bands().get, lines.index)]
+    return lines.loc[list(REGIMES)]

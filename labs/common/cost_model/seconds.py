@@ -28,9 +28,6 @@ class Link:
     latency_s: float = 0.0
     """Of one message."""
 
-    def __post_init__(self) -> None:
-        require(self.bytes_s > 0 and self.latency_s >= 0, f"a link needs more than 0 bytes/s: {self}")
-
 
 INFINITE = Link(math.inf)
 
@@ -88,19 +85,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that exchange with each other, and how many of them share a node."""
-
-    ranks: int
-    per_node: int
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the group spans."""
-        return math.ceil(self.ranks / self.per_node)
-
-
-@dataclass(frozen=True)
 class Step:
     """One optimizer step in seconds, by what they are spent on."""
 
@@ -113,8 +97,6 @@ class Step:
     """Communication that no computing hides."""
     waiting_s: float
     """For the slowest rank."""
-    between_share: float
-    """Of the time of all collectives, hidden or not: the share spent on links between nodes."""
 
     @property
     def step_s(self) -> float:
@@ -131,61 +113,42 @@ class Step:
             "waiting for the slowest": self.waiting_s,
         }
 
-    @property
-    def exposed_share(self) -> float:
-        """Exposed communication over the step."""
-        return self.exposed_s / self.step_s
-
     def limit(self) -> str:
-        """The largest part of the step; for communication, the level of links that it waits for."""
+        """The largest part of the step."""
         parts = self.parts()
-        name = max(parts, key=lambda n: parts[n])
-        if name != "exposed communication":
-            return name
-        return "links between nodes" if self.between_share > 0.5 else "links inside a node"
+        return max(parts, key=lambda name: parts[name])
 
 
-def all_reduce_s(size: float, group: Group, inside: Link, between: Link) -> tuple[float, float]:
-    """(seconds inside nodes, seconds between them) of an all-reduce of `size` bytes: the faster of two ways.
+def all_reduce_s(size: float, n: int, per_node: int, inside: Link, between: Link) -> float:
+    """Seconds of an all-reduce of `size` bytes over n ranks, `per_node` of them in a node: the faster of two ways.
 
     Flat ring: 2 (n-1) messages and 2 (n-1)/n of the bytes pass every link of the ring, at the pace of the slower
     level (Patarasuk & Yuan 2009). Two levels: reduce-scatter inside, all-reduce between the nodes of each GPU's part,
     all-gather inside (Jia et al. 2018, arXiv 1807.11205; NCCL's trees send as much between nodes). All GPUs of a node
-    use the network at once: a ring per network card. NCCL picks the faster one by a model of its own.
+    use the network at once: a ring per network card.
     """
-    n, g, nodes = group.ranks, min(group.per_node, group.ranks), group.nodes
-    if n == 1:
-        return 0.0, 0.0
+    nodes = math.ceil(n / per_node)
+    g = min(per_node, n)
     if nodes == 1:
-        return 2 * (n - 1) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s, 0.0
+        return 2 * (n - 1) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s
     flat_in = 2 * (n - nodes) * inside.latency_s + 2 * (n - 1) / n * size / inside.bytes_s
     flat_out = 2 * nodes * between.latency_s + 2 * (n - 1) / n * size / (g * between.bytes_s)
-    flat = (0.0, flat_out) if flat_out > flat_in else (flat_in, 0.0)  # one stream of chunks, at the slower level's pace
     two_in = 2 * (g - 1) * inside.latency_s + 2 * (g - 1) / g * size / inside.bytes_s
     hops = 2 * math.ceil(math.log2(nodes))  # up a tree of nodes and down again
     two_out = hops * between.latency_s + 2 * (nodes - 1) / nodes * size / (g * between.bytes_s)
-    return min(flat, (two_in, two_out), key=sum)
+    return min(max(flat_in, flat_out), two_in + two_out)
 
 
-def gather_s(size: float, group: Group, inside: Link, between: Link) -> tuple[float, float]:
-    """(seconds inside nodes, seconds between them) of an all-gather to, or reduce-scatter of, `size` bytes.
+def gather_s(size: float, n: int, per_node: int, inside: Link, between: Link) -> float:
+    """Seconds of an all-gather to, or reduce-scatter of, `size` bytes.
 
     A ring: (n-1)/n of the bytes pass every GPU, (N-1)/N of them enter each of N nodes; both levels work at once.
     """
-    n, g, nodes = group.ranks, min(group.per_node, group.ranks), group.nodes
-    if n == 1:
-        return 0.0, 0.0
+    nodes = math.ceil(n / per_node)
+    g = min(per_node, n)
     own = (n - nodes) * inside.latency_s + (n - 1) / n * size / inside.bytes_s
-    if nodes == 1:
-        return own, 0.0
     out = nodes * between.latency_s + (nodes - 1) / nodes * size / (g * between.bytes_s)
-    return (0.0, out) if out > own else (own, 0.0)
-
-
-def groups(cluster: Cluster, plan: Plan) -> tuple[Group, Group]:
-    """(tensor group, data group): tensor ranks sit next to each other, then data ranks; stages are farthest apart."""
-    tensor = Group(plan.tensor, min(plan.tensor, cluster.gpus_per_node))
-    return tensor, Group(plan.data, max(1, min(plan.data, cluster.gpus_per_node // plan.tensor)))
+    return max(own, out if nodes > 1 else 0.0)
 
 
 def step(work: Work, cluster: Cluster, plan: Plan) -> Step:
@@ -199,60 +162,51 @@ def step(work: Work, cluster: Cluster, plan: Plan) -> Step:
     gaps = again * share * plan.micro_batches * work.kernels * cluster.gap_s
     busy = arithmetic + gaps
     tensor = _tensor(work, cluster, plan, layers)
-    bubble = (busy + sum(tensor)) * (plan.pipeline - 1) / (1 if plan.naive else plan.micro_batches)
-    data, exposed = _data(work, cluster, plan, own, busy)
-    stages = _stages(work, cluster, plan)
+    bubble = (busy + tensor) * (plan.pipeline - 1) / (1 if plan.naive else plan.micro_batches)
+    exposed = tensor + _stages(work, cluster, plan) + _data(work, cluster, plan, own, busy)
     slowest = cluster.spread * waiting.of_normal(plan.ranks) * (busy + update)
-    inside, between = (data[k] + tensor[k] + stages[k] for k in (0, 1))
-    exposed += sum(tensor) + sum(stages)
-    return Step(arithmetic, gaps + update, bubble, exposed, slowest, between / ((inside + between) or 1.0))
+    return Step(arithmetic, gaps + update, bubble, exposed, slowest)
 
 
-def _tensor(work: Work, cluster: Cluster, plan: Plan, layers: int) -> tuple[float, float]:
+def _tensor(work: Work, cluster: Cluster, plan: Plan, layers: int) -> float:
     """Two all-reduces of the activations per layer forward, two backward, two more if forward is repeated."""
     size = work.width_bytes * work.batch / (plan.data * plan.micro_batches)
     times = (6 if plan.recompute else 4) * layers * plan.micro_batches
-    inside, between = all_reduce_s(size, groups(cluster, plan)[0], cluster.inside, cluster.between)
-    return times * inside, times * between
+    per_node = min(plan.tensor, cluster.gpus_per_node)  # tensor ranks sit next to each other, then data ranks
+    return times * all_reduce_s(size, plan.tensor, per_node, cluster.inside, cluster.between)
 
 
-def _stages(work: Work, cluster: Cluster, plan: Plan) -> tuple[float, float]:
+def _stages(work: Work, cluster: Cluster, plan: Plan) -> float:
     """Messages between stages, there and back; across nodes the slowest hop sets the pace."""
     if plan.pipeline == 1:
-        return 0.0, 0.0
-    crosses = plan.ranks > cluster.gpus_per_node
-    link = cluster.between if crosses else cluster.inside
+        return 0.0
+    link = cluster.between if plan.ranks > cluster.gpus_per_node else cluster.inside
     size = work.width_bytes * work.batch / (plan.data * plan.micro_batches * plan.tensor)
     one_way = plan.micro_batches * (plan.pipeline - 1) if plan.naive else plan.micro_batches + plan.pipeline - 2
-    found = 2 * one_way * (link.latency_s + size / link.bytes_s)
-    return (0.0, found) if crosses else (found, 0.0)
+    return 2 * one_way * (link.latency_s + size / link.bytes_s)
 
 
-def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> tuple[tuple[float, float], float]:
-    """((inside, between) seconds of the data-parallel collectives, what of them no computing hides).
+def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> float:
+    """What no computing hides of the data-parallel collectives.
 
     DDP: one all-reduce of gradients; all but its last bucket can hide behind backward. FSDP2: weights are gathered in
     forward and in backward of each micro-batch, gradients scattered in backward.
     """
     if plan.data == 1:
-        return (0.0, 0.0), 0.0
-    group, m = groups(cluster, plan)[1], plan.micro_batches
+        return 0.0
+    per_node = max(1, min(plan.data, cluster.gpus_per_node // plan.tensor))
+    links, m = (plan.data, per_node, cluster.inside, cluster.between), plan.micro_batches
     parts = 4 if plan.recompute else 3  # forward is one, backward two, recomputing one more
     forward, backward = busy / parts, busy * (parts - 1) / parts
     if not plan.sharded:
         size = work.gradient_bytes * own
-        whole = all_reduce_s(size, group, cluster.inside, cluster.between)
-        if not work.overlap:
-            return whole, sum(whole)
-        last = sum(all_reduce_s(min(size, BUCKET_BYTES), group, cluster.inside, cluster.between))
-        return whole, max(last, sum(whole) - backward / m)
-    gather = gather_s(work.weight_bytes * own, group, cluster.inside, cluster.between)
-    scatter = gather_s(work.gradient_bytes * own, group, cluster.inside, cluster.between)
-    whole = tuple(m * (2 * a + b) for a, b in zip(gather, scatter, strict=True))
+        whole, last = all_reduce_s(size, *links), all_reduce_s(min(size, BUCKET_BYTES), *links)
+        return max(last, whole - backward / m) if work.overlap else whole
+    gather, scatter = m * gather_s(work.weight_bytes * own, *links), m * gather_s(work.gradient_bytes * own, *links)
     if not work.overlap:
-        return whole, sum(whole)
-    first = sum(gather) / work.layers  # of the first layer, which nothing hides
-    return whole, max(first, m * sum(gather) - forward) + max(0.0, m * (sum(gather) + sum(scatter)) - backward)
+        return 2 * gather + scatter
+    first = gather / m / work.layers  # of the first layer, which nothing hides
+    return max(first, gather - forward) + max(0.0, gather + scatter - backward)
 
 
 def efficiency(work: Work, cluster: Cluster, plan: Plan) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from labs.kit.plot import SERIES, figure, spans
-from labs.kit.record import Record, Records
+from labs.kit.record import Records
 
 COLORS = {
     "data": SERIES[2],
@@ -21,13 +21,6 @@ COLORS = {
 }
 """Of each part of a step. Parts of one colour do not stand in one picture."""
 EXCHANGED = ("all-reduce", "wait")
-
-
-def draw(run: Records, message: str) -> Figure:
-    """One step of a run of labs.ddp_overlap, in ms since it began."""
-    spans_s = run.where("timeline_s")
-    ranks = sorted({r.layout["rank"] for r in spans_s})
-    return two_rows({rank: _parts([r for r in spans_s if r.layout["rank"] == rank]) for rank in ranks}, message, run)
 
 
 def two_rows(
@@ -50,13 +43,3 @@ def two_rows(
     ax.set_yticks(range(2 * len(of_ranks)), [f"{r}, {what}" for r in of_ranks for what in ("computes", "exchanges")])
     ax.set_ylim(2 * len(of_ranks) - 0.5, -0.5)
     return fig
-
-
-def _parts(of_rank: list[Record]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) in s by part; backward is cut where the rank's last gradient was there."""
-    parts: dict[str, list] = {}
-    for r in of_rank:
-        parts.setdefault(r.case["part"], []).append(r.samples)
-    [(start, end)] = parts.pop("backward")
-    last = max((ready for ready, _ in parts.setdefault("all-reduce", [])), default=end)
-    return parts | {"gradients": [(start, last)], "backward waits": [(last, end)]}

@@ -25,20 +25,6 @@ def require_messages(rank: Rank) -> None:
     )
 
 
-def as_in_training(rank: Rank) -> Callable[[], None]:
-    """A barrier and about a millisecond of work, to go before each message that is timed.
-
-    Back to back, small messages would look ten times faster: the threads that communicate never fall asleep.
-    """
-    work = torch.ones(256, 256, device=rank.device)
-
-    def before() -> None:
-        rank.barrier()
-        (work @ work).clamp(max=1.0)
-
-    return before
-
-
 def timed(operation: Callable[[], object], n: int, rank: Rank) -> list[float]:
     """Seconds of `n` calls of `operation` on the slowest rank, each after a millisecond of work; two more go first."""
     work = torch.ones(256, 256, device=rank.device)

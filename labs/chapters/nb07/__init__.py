@@ -1,1 +1,0 @@
-"""What notebook 07 shows: communication."""

@@ -1,1 +1,0 @@
-"""Which way to split a model, by closed forms."""

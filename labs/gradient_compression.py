@@ -1,0 +1,314 @@
+"""Does sending fewer bytes make training faster, and does the model learn as well?
+
+    python -m labs.gradient_compression                         # bytes and times
+    python -m labs.gradient_compression --parts loss
+    torchrun --nproc-per-node 2 -m labs.gradient_compression --mb-s 50 10
+
+About 10 s on 2 CPU cores. Every way to send gradients is one communication hook of DDP:
+  fp32       DDP's own all-reduce
+  fp16       torch's hook: half of the bytes
+  powersgd   torch's hook: each matrix as two thin ones
+  top-k      the largest numbers with their places, and error feedback
+Parts: `bytes` counts what a rank sends in a step; `time` lets the ways take turns at each bandwidth; `loss` trains a
+smaller model with each way from the same seeds. PowerSGD starts in step 2 of a timed run, and after 10 % of the steps
+of a training. On GPUs the connection is left as it is.
+
+DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from labs.common import models
+from labs.common.communication import delay, wire
+from labs.common.data import fashion_mnist
+from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.common.data_parallel.wire import sent_by
+from labs.kit import cli, measure
+from labs.kit.errors import naming, require
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+
+WAYS = ("fp32", "fp16", "powersgd", "top-k")
+PARTS = ("bytes", "time", "loss")
+ONE_BUCKET_MB = 10_000
+"""PowerSGD over gloo needs one bucket: the collectives of two could meet in another order on each rank."""
+MARGIN = 0.10
+"""A way learns as well if its loss is at most this share above FP32's."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured, with which ways, over which connections."""
+
+    parts: tuple[str, ...] = ("bytes", "time")
+    """Of bytes, time, loss."""
+    model: str = "labs.gradient_compression:deep"
+    """Model of `bytes` and `time`: one of labs.models.MODELS, package.module:factory, or a notebook's function."""
+    batch_size: Annotated[int, Ge(1)] = 256
+    """Samples per rank and step of `time`."""
+    bucket_cap_mb: Annotated[float, Gt(0)] = 1.0
+    """Size of DDP's buckets in MiB, for the ways that may have several."""
+    mb_s: tuple[float, ...] = (400.0, 100.0, 25.0)
+    """Bandwidths of the connection in each direction, in 10^6 byte/s."""
+    powersgd_rank: Annotated[int, Ge(1)] = 4
+    """Columns of PowerSGD's matrices."""
+    share: Annotated[float, Gt(0), Lt(1)] = 0.01
+    """Share of the numbers that top-k sends."""
+    rounds: Annotated[int, Ge(6)] = 9
+    """Times that each way takes its turn at each bandwidth."""
+    seeds: Annotated[int, Ge(6)] = 9
+    """Trainings with each way."""
+    steps: Annotated[int, Ge(20)] = 60
+    """Steps of a training."""
+    width: Annotated[int, Ge(1)] = 64
+    """Width of the trained model's layers."""
+    blocks: Annotated[int, Ge(0)] = 2
+    """Blocks of the trained model."""
+    seed: int = 0
+    """The first seed."""
+    smoke: bool = False
+    """Few steps, two bandwidths, two seeds."""
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.parts if part not in PARTS]
+        require(bool(self.parts) and not unknown, f"parts must be some of {', '.join(PARTS)}, not {self.parts}")
+        with naming("mb_s"):
+            wire.require_rates(self.mb_s)
+        models.require_known(self.model)
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput for one rank, or a model that cannot be built."""
+    wire.require_wire(world_size)
+    models.build(config.model)
+
+
+class Block(nn.Module):
+    """One layer around which the input is added: (batch, width) -> (batch, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input and what the layer adds to it."""
+        return x + self.layer(self.norm(x)).relu()
+
+
+def deep(width: int = 256, blocks: int = 12) -> nn.Module:
+    """Many equal layers for Fashion-MNIST; 4.0 MB of gradients by default."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, width), *[Block(width) for _ in range(blocks)], nn.Linear(width, 10)
+    )
+
+
+@dataclass
+class TopK:
+    """What top-k keeps from step to step."""
+
+    share: float
+    unsent: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """By parameter: after its first step DDP puts the parameters into other buckets."""
+
+
+def top_k(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook: the largest numbers travel with their places, the others wait for the next step.
+
+    Error feedback: Stich et al., NeurIPS 2018. The all-gathers block, so nothing of them is hidden.
+    """
+    gradient, ranks = bucket.buffer(), dist.get_world_size()
+    views = bucket.gradients()  # adding to them adds to the buffer
+    for p, view in zip(bucket.parameters(), views, strict=True):
+        view += state.unsent.get(p, 0.0)
+    places = gradient.abs().topk(max(1, round(state.share * len(gradient)))).indices
+    values = gradient[places]
+    rest = gradient.index_fill(0, places, 0.0).split([view.numel() for view in views])
+    state.unsent.update((p, r.view_as(p)) for p, r in zip(bucket.parameters(), rest, strict=True))
+    all_values = [torch.empty_like(values) for _ in range(ranks)]
+    all_places = [torch.empty_like(places, dtype=torch.int32) for _ in range(ranks)]
+    dist.all_gather(all_values, values)  # 4 bytes a number to every other rank
+    dist.all_gather(all_places, places.int())  # 4 bytes a place to every other rank
+    mean = gradient.zero_().index_add_(0, torch.cat(all_places).long(), torch.cat(all_values) / ranks)
+    done = torch.futures.Future[Tensor]()
+    done.set_result(mean)
+    return done
+
+
+def wrap(module: nn.Module, way: str, config: Config, rank: Rank, powersgd_from: int = 2) -> DistributedDataParallel:
+    """`module` in DDP with the hook of `way`. PowerSGD sends whole gradients before step `powersgd_from`."""
+    one_bucket = way == "top-k" or (way == "powersgd" and "nccl" not in rank.backend)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else config.bucket_cap_mb)
+    state = {
+        "powersgd": lambda: powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=config.powersgd_rank, start_powerSGD_iter=powersgd_from
+        ),
+        "top-k": lambda: TopK(config.share),
+    }.get(way, lambda: None)()
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "powersgd": powerSGD_hook.powerSGD_hook, "top-k": top_k}
+    if rank.device.type == "cpu" and not wire.can_pace():  # a hook waits as long as the connection would take
+        plain = hooks.get(way, default_hooks.allreduce_hook)
+
+        def sent(bucket: dist.GradBucket) -> float:
+            return sent_bytes(way, [p.shape for p in bucket.parameters()], dist.get_world_size(), config)
+
+        ddp.register_comm_hook(state, delay.holding(plain, sent))
+    elif way in hooks:
+        ddp.register_comm_hook(state, hooks[way])
+    return ddp
+
+
+def sent_bytes(way: str, shapes: list[torch.Size], ranks: int, config: Config) -> float:
+    """Bytes that each of `ranks` ranks sends per step, by formula: a ring, for top-k an all-gather."""
+    numbers = sum(shape.numel() for shape in shapes)
+    if way == "top-k":
+        return (ranks - 1) * 8 * round(config.share * numbers)
+    if way == "powersgd":  # P (n x r) and Q (r x m) for a matrix, if they hold less than half of its numbers
+        numbers = 0
+        for shape in shapes:
+            thin = config.powersgd_rank * (shape[0] + shape.numel() // shape[0])
+            numbers += thin if len(shape) > 1 and 2 * thin < shape.numel() else shape.numel()
+    return ring_all_reduce_bytes((2 if way == "fp16" else 4) * numbers, ranks)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """The parts that were asked for."""
+    if rank.device.type == "cpu":
+        yield from wire.how(rank)
+    if "bytes" in config.parts or "time" in config.parts:
+        steps = {way: training_step(way, config, rank) for way in WAYS}
+        for step in steps.values():
+            measure.time_steps(step, 4, rank.device)  # buckets are arranged, PowerSGD has started
+        if "bytes" in config.parts:
+            yield from count_bytes(steps, config, rank)
+        if "time" in config.parts:
+            yield from time_ways(steps, config, rank)
+    if "loss" in config.parts:
+        yield from losses(config, rank)
+
+
+def training_step(way: str, config: Config, rank: Rank) -> Callable[[], None]:
+    """A DDP training step that sends its gradients in this way."""
+    workload = models.build(config.model, config.seed)
+    model = wrap(workload.module.to(rank.device), way, config, rank)
+    x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        loss = workload.loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def count_bytes(steps: dict[str, Callable[[], None]], config: Config, rank: Rank) -> Iterator[Record]:
+    """What a rank sends in a step over what FP32 sends, by the kernel's count and by formula."""
+    shapes = [p.shape for p in models.build(config.model).module.parameters()]
+    plain = sent_bytes("fp32", shapes, rank.world_size, config)
+    for way, step in steps.items():
+        sent = sent_by(step, rank) if rank.device.type == "cpu" else None
+        if sent is not None:
+            yield rank.record("sent", "1", max(sent) / plain, way=way)
+        formula = sent_bytes(way, shapes, rank.world_size, config) / plain
+        yield rank.record("formula", "1", formula, kind="modelled", way=way)
+
+
+def time_ways(steps: dict[str, Callable[[], None]], config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds of a step of each way at each bandwidth."""
+    cpu = rank.device.type == "cpu"
+    wires = sorted(config.mb_s, reverse=True) if cpu else [wire.NO_PACE]
+    for done, mb_s in enumerate(wires[:: len(wires) - 1] if config.smoke and cpu else wires, start=1):
+        with wire.slowed(rank, mb_s) if cpu else nullcontext():
+            seconds = measure.interleave(steps, 2 if config.smoke else config.rounds, rank.device, between=rank.barrier)
+        for way, samples in seconds.items():
+            yield rank.record("step_s", "s", rank.slowest(samples), way=way, mb_s=mb_s)
+        rank.progress(done, len(wires), f"{mb_s:g} MB/s")
+
+
+def losses(config: Config, rank: Rank) -> Iterator[Record]:
+    """Loss on held-out images after the same training with each way: a sample per seed."""
+    arrays = fashion_mnist()
+    images, test = ((torch.tensor(x).to(rank.device) / 255).unsqueeze(1) for x in (arrays.x_train, arrays.x_test))
+    labels, test_labels = (torch.tensor(y).long().to(rank.device) for y in (arrays.y_train, arrays.y_test))
+    seeds = 2 if config.smoke else config.seeds
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for seed in range(config.seed, config.seed + seeds):
+        for way in WAYS:
+            model = train(way, seed, images, labels, config, rank)
+            with torch.no_grad():
+                found[way].append(cross_entropy(model(test), test_labels).item())
+        rank.progress(seed - config.seed + 1, seeds, f"seed {seed}")
+    for way, samples in found.items():
+        yield rank.record("loss", "1", samples, way=way)
+
+
+def train(way: str, seed: int, images: Tensor, labels: Tensor, config: Config, rank: Rank) -> nn.Module:
+    """Train a small deep model with batches of 64 per rank; returns it, the same on all ranks."""
+    torch.manual_seed(seed)
+    steps = 20 if config.smoke else config.steps
+    ddp = wrap(deep(config.width, config.blocks).to(rank.device), way, config, rank, powersgd_from=steps // 10)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        rows = torch.randint(len(images), (64 * rank.world_size,), generator=draw)[rank.rank :: rank.world_size]
+        loss = cross_entropy(ddp(images[rows]), labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return ddp.module
+
+
+def gains(records: Records, way: str) -> dict[float, measure.Estimate]:
+    """{bandwidth in MB/s: how many times faster a step is than with FP32}."""
+    return {
+        r.case["mb_s"]: measure.paired_ratio(records.one("step_s", way="fp32", mb_s=r.case["mb_s"]).samples, r.samples)
+        for r in records.where("step_s", way=way)
+    }
+
+
+def excess(records: Records, way: str) -> measure.Estimate:
+    """Loss over FP32's, seed by seed."""
+    return measure.paired_ratio(records.one("loss", way=way).samples, records.one("loss", way="fp32").samples)
+
+
+def learns(ratio: measure.Estimate) -> str:
+    """ "as well" if the loss is surely at most MARGIN above FP32's, "worse" if surely more, or "inconclusive"."""
+    return "as well" if ratio.high <= 1 + MARGIN else "worse" if ratio.low > 1 + MARGIN else "inconclusive"
+
+
+def category(records: Records) -> str:
+    """Of a training: how each way learns. Of times: whether PowerSGD is faster than FP32 on the slowest link."""
+    if records.where("loss"):
+        return ", ".join(f"{way} {learns(excess(records, way))}" for way in WAYS[1:])
+    found = gains(records, "powersgd")
+    return measure.direction(found[min(found)])
+
+
+def answer(records: Records) -> Iterator[str]:
+    """Bytes, gains and losses of each way."""
+    yield from wire.label(records)
+    for way in WAYS[1:]:
+        for metric, how in (("formula", "by formula"), ("sent", "by the kernel's count")):
+            for r in records.where(metric, way=way):
+                yield f"{way} sends {100 * r.value:.0f} % of FP32's bytes {how}."
+        for mb_s, gain in gains(records, way).items():
+            yield f"{way}: a step is {gain} as fast {f'at {mb_s:g} MB/s' if mb_s else 'on this link'}."
+        if records.where("loss"):
+            ratio = excess(records, way)
+            yield f"{way}: the loss is {ratio} that of FP32, so it learns {learns(ratio)}."
+
+
+if __name__ == "__main__":
+    cli.main()
