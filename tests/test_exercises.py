@@ -22,7 +22,7 @@ def mutants(exercise_id: str) -> dict:
     return module.MUTANTS.get(exercise_id, {})
 
 
-SLOW = "00.3 01.2 02.1 02.4 03.3 03.4 05.3 07.1 07.2 08.1 08.2 09.1 09.2 10.1 10.2 10.3 12.1".split()
+SLOW = "00.3 01.2 02.1 02.4 03.3 03.4 05.3 06.1 06.3 07.1 07.2 08.1 08.2 09.1 09.2 10.1 10.2 10.3 12.1".split()
 """Exercises whose checks start processes or take long: `make test` tries the first mistake, `make test-all` each."""
 ALONE = "12.1"
 """It trains, and is timed: `make test` tries it in test_exercise_capstone, with nothing beside it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import re
 
@@ -14,9 +13,8 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb08 import explorer as nb08
-from labs.explorers import exchange, loader, roofline
+from labs.explorers import exchange, loader, roofline, split
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
@@ -24,7 +22,7 @@ from labs.kit.notebook_report import html_pictures
 EXPLORERS = {
     "roofline": roofline.roofline,
     "loader": loader.loader,
-    "pipeline": nb06.pipeline,
+    "split": split.split,
     "exchange": exchange.exchange,
     "scale": nb08.scale,
 }
@@ -82,20 +80,17 @@ def test_every_setting_can_be_drawn_and_read(name, data):
 # -- what the sentences say
 
 
-@pytest.mark.parametrize("schedule", nb06.NAMES)
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 8)])
-def test_a_pipeline_of_equal_stages_has_the_bubble_and_no_more(schedule, stages, micro_batches):
-    values = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches, "message_ms": 0, "slowest": 1}
-    events = nb06.simulate(**values)
-    for stage in range(stages):
-        own = sorted((e for e in events if e.stage == stage), key=lambda e: e.start_s)
-        assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(own)), "two things at a time"
-        assert sum(e.end_s - e.start_s for e in own) == pytest.approx(nb06.WORK_S / stages)
-    _, alt, sentence = drawn("pipeline", **values)
-    share = (stages - 1) / (micro_batches + stages - 1)
-    assert f"idle {share:.0%}" in alt and f"= {share:.0%} idle." in sentence
-    speed = stages * (1 - share)
-    assert (f"{speed:.2f} times as fast as one device" in sentence) == (speed > 1)
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"params": 7e9, "gpus": 8, "card": "A100 80GB SXM"}, "Fastest that fits: FSDP2"),
+        ({"params": 1e8, "gpus": 1, "card": "H100 SXM", "batch": 8}, "Fastest that fits: one GPU"),
+        ({"params": 7e10, "gpus": 1, "card": "T4"}, "No plan keeps 10 % of the memory free"),
+    ],
+)
+def test_a_split_is_the_advice_of_labs_strategy(values, words):
+    _, alt, sentence = drawn("split", **values)
+    assert words in sentence and f"{values['gpus']} x {values['card']}" in alt
 
 
 @pytest.mark.parametrize(("ridge", "itemsize", "rows"), [(295.3, 2, 345), (20.0, 4, 41)])

@@ -14,7 +14,6 @@ from labs import elastic_restart, memory_oracle, timing
 from labs.common.oracle.reality import Measured, of_allocator
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
-from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank, same_bits, same_bits_every_time
 
 ROOT = Path(__file__).parents[1]
@@ -118,20 +117,3 @@ def test_a_large_model_runs_on_a_gpu_where_there_is_room(monkeypatch):
         found = dict(memory_oracle._real_step(rank, "mlp", "mlp", 0, 8, optimizer="sgd", policy="none"))
         assert ("measured_bytes" in found) == ran
     assert found["measured_bytes"] == trace.peak_bytes + 100 and found["reserved_bytes"] == 3000
-
-
-def gathered_alike():
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from labs.common.sharding.tensor import _whole
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(35.0).view(5, 7)
-    parts = [distribute_tensor(whole, mesh, [p]) for p in (Shard(0), Shard(1), Replicate())]
-    return [torch.equal(_whole(t, mesh.get_group()), whole) for t in parts]
-
-
-def test_parts_that_are_gathered_on_the_host_make_the_whole():
-    assert run_on_ranks(gathered_alike, 3) == [[True] * 3] * 3

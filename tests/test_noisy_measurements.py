@@ -2,17 +2,12 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labs.chapters.nb06 import figures as nb06
 from labs.common.checkpoints import checkpoint_interval
 from labs.common.elastic.journal import PHASES, History
 from labs.common.timing import collectives
-from labs.kit.check import predict
-from labs.kit.record import Record, Records
-from labs.pipeline_parallel import analysis
 
 SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes
 SECONDS = st.sampled_from([0.0, 1e-9, 1e-7]) | st.floats(1e-9, 100.0)  # equal and zero-ish ones often, in any order
@@ -30,12 +25,6 @@ def test_link_fits(times):
     fit = collectives.fit(SIZES, times)
     known(fit.latency_s, fit.b_s, fit.half_bytes)
     assert math.isfinite(fit.seconds(SIZES[-1]))
-
-
-@given(st.dictionaries(st.integers(1, 64), SECONDS, min_size=2, max_size=6), st.integers(2, 8))
-def test_the_cost_of_a_micro_batch(seconds, stages):
-    fit = analysis.fit_steps(seconds, stages)
-    known(fit.stage_s, fit.per_micro_batch_s, fit.best_micro_batches, fit.cost_share(4), fit.step_s(4))
 
 
 @given(POSITIVE, POSITIVE)
@@ -63,48 +52,3 @@ def test_time_that_no_event_divides_belongs_to_the_next_phase():
     rows = [("killed", 10.0), ("starting", 11.0), ("step", 15.0)]
     events = [{"event": e, "time": t, "rank": 0, "restart": 1} for e, t in rows]
     assert History(events).phases() == {"stop and rendezvous": 1.0, "first step": 4.0}
-
-
-# Figures of runs in which noise has turned the times round
-
-
-def records(lab: str, metric: str, cases: dict, samples: list[float], unit: str = "s") -> Record:
-    return Record(lab, metric, unit, tuple(samples), case=cases, layout={"world_size": 2, "rank": None})
-
-
-@pytest.fixture(params=[(1e-3, 9e-3), (9e-3, 1e-3)], ids=["as expected", "reversed"])
-def ends(request):
-    """Seconds of the smallest and of the largest case."""
-    return request.param
-
-
-@pytest.fixture
-def said(monkeypatch):
-    """What a figure's text says."""
-    texts: list[str] = []
-    monkeypatch.setattr(nb06, "say", texts.append)
-    return texts
-
-
-def between(ends: tuple[float, float], cases: tuple[int, ...]) -> dict[int, list[float]]:
-    first, last = ends
-    n = len(cases) - 1
-    return {c: [(first + (last - first) * k / n) * f for f in (1.0, 1.1, 0.9)] for k, c in enumerate(cases)}
-
-
-def test_the_figure_of_micro_batches(ends, said):
-    found = between(ends, (1, 2, 4, 8))
-    case = {"chain": "mlp", "by": "hand"}
-    run = Records(
-        [
-            records("pipeline_parallel", "step_s", {**case, "schedule": "1f1b", "micro_batches": m}, s)
-            for m, s in found.items()
-            if m > 1
-        ]
-        + [
-            records("pipeline_parallel", "step_s", {**case, "schedule": s, "micro_batches": 1}, found[1])
-            for s in ("naive", "single", "copies")
-        ]
-    )
-    nb06.speed(run, "mlp", predict(2, "speed-up", "x"))
-    assert ("cannot tell" in said[0]) == (ends[0] > ends[1])

@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from labs.common.pipelines import CHAINS, Chain, chain, schedules, split
+from labs.common.pipelines import Chain, chain, even_cuts, schedules, split
 from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, run_on_ranks
 from labs.kit.rank import Rank
-from labs.kit.record import Record, Records
-from labs.pipeline_parallel import analysis
-from labs.pipeline_parallel.memory import counting
 
 CPU = torch.device("cpu")
 
@@ -34,16 +31,18 @@ def small(layers=6, width=8):
 # Chains
 
 
-@pytest.mark.parametrize("name", list(CHAINS))
-def test_every_chain_trains_on_real_rows(name):
+def test_the_notebooks_chain_trains_on_real_rows_and_is_the_same_on_every_rank():
+    name = "labs.common.sharding.blocks:row_transformer"
     model = chain(name)
     x, y = model.make_batch(3)
-    assert len(x) == len(y) == 3
     loss = model.loss(model.module()(x), y)
     loss.backward()
     assert loss.isfinite() and all(p.grad is not None for p in model.module().parameters())
     again = chain(name).module().state_dict()
     assert all(torch.equal(again[k], v) for k, v in model.module().state_dict().items())
+    halves = split(model, even_cuts(model, 2))
+    sizes = [sum(p.numel() for m in half if not isinstance(m, nn.Linear) for p in m.parameters()) for half in halves]
+    assert sizes[0] == sizes[1]
 
 
 def test_stages_share_the_layers_and_cover_them_once():
@@ -119,18 +118,24 @@ def test_the_time_before_a_neighbour_sends_is_idle_and_what_follows_is_receiving
 
 def _gradients(cuts, schedule, m):
     from labs.common.pipelines.engine import Pipeline
-    from labs.pipeline_parallel import parity
-    from labs.pipeline_parallel.bench import actions
 
     rank, model = rank_here(), small()
     x, y = model.make_batch(2 * m)
-    loss, expected = parity.reference(model, x, y)
+    whole = model.module()
+    loss = model.loss(whole(x), y)
+    loss.backward()
+    begin, end = ([0, *cuts, len(model.layers)][i] for i in (rank.rank, rank.rank + 1))
+    expected = [p.grad.clone() for p in whole[begin:end].parameters()]
+    whole.zero_grad()
     pipeline = Pipeline(model, cuts, rank)
     pipeline.events = []
-    found = pipeline.step(actions(schedule, m, rank), x.chunk(m), y.chunk(m))
-    error = parity.gradient_error({rank.rank: pipeline.module}, cuts, expected, rank)
+    actions = schedules.SCHEDULES[schedule](rank.rank, rank.world_size, m)
+    found = pipeline.step(actions, x.chunk(m), y.chunk(m))
+    error = max(
+        float((p.grad - g).norm() / g.norm()) for p, g in zip(pipeline.module.parameters(), expected, strict=True)
+    )
     sent = pipeline.activations.bytes_sent, pipeline.gradients.bytes_sent
-    return error, found, loss, sent, [(e.kind, e.micro_batch) for e in pipeline.events]
+    return error, found, loss.item(), sent, [(e.kind, e.micro_batch) for e in pipeline.events]
 
 
 @pytest.mark.parametrize(("cuts", "schedule", "m"), [([3], "gpipe", 4), ([1], "1f1b", 3), ([1, 2, 5], "1f1b", 6)])
@@ -138,7 +143,7 @@ def test_gradient_loss_and_bytes_of_a_pipeline(cuts, schedule, m):
     stages = len(cuts) + 1
     results = run_on_ranks(_gradients, stages, cuts, schedule, m)
     for stage, (error, found, loss, sent, events) in enumerate(results):
-        assert error <= 1e-6
+        assert error <= 1e-5
         assert found == (pytest.approx(loss, rel=1e-6) if stage == stages - 1 else None)
         size = 2 * m * 8 * 4  # all rows, 8 numbers each, 4 bytes
         assert sent == (size if stage < stages - 1 else 0, size if stage else 0)
@@ -150,7 +155,6 @@ def _failing(where, wait_s, m=4):
     import time
 
     from labs.common.pipelines.engine import Pipeline
-    from labs.pipeline_parallel.bench import actions
 
     class Fails(nn.Module):
         calls = 0
@@ -167,7 +171,7 @@ def _failing(where, wait_s, m=4):
     model.layers.append(Fails())
     pipeline = Pipeline(model, [3], rank, wait_s)
     x, y = model.make_batch(2 * m)
-    pipeline.step(actions("gpipe", m, rank), x.chunk(m), y.chunk(m))
+    pipeline.step(schedules.gpipe(rank.rank, rank.world_size, m), x.chunk(m), y.chunk(m))
 
 
 def test_a_stage_that_raises_is_named_with_its_micro_batch():
@@ -194,39 +198,3 @@ def test_a_pipeline_needs_a_rank_per_stage():
 
     with pytest.raises(BadInput, match="3 stages need as many ranks, not 2: give 1 cuts"):
         run_on_ranks(function, 2)
-
-
-def test_what_backward_keeps_is_counted_until_it_is_freed():
-    layer = nn.Linear(16, 16)
-    with counting(layer.parameters()) as kept:
-        first = layer(torch.ones(4, 16))
-        one = kept.now
-        second = layer(torch.ones(4, 16)).relu()
-        assert one == 4 * 16 * 4 and kept.now == 3 * one  # an input; another input and a ReLU's output
-        first.sum().backward()
-        assert kept.now == 2 * one
-        second.sum().backward()
-        assert kept.now == 0 and kept.peak == 3 * one
-
-
-# What records say
-
-
-def step(schedule, m, *seconds, by="hand"):
-    case = {"chain": "small", "schedule": schedule, "by": by, "micro_batches": m, "rows": 8}
-    return Record("pipeline_parallel", "step_s", "s", seconds, case=case, layout={"world_size": 2})
-
-
-def test_speedups_and_the_share_of_the_ceiling_by_hand():
-    records = Records(
-        [
-            step("single", 1, 1.0, 2.0),
-            step("copies", 1, 1.2, 2.4),
-            step("naive", 1, 1.1, 2.2),
-            step("1f1b", 4, 0.75, 1.5),
-        ]
-    )
-    assert analysis.speedups(records, "small")["1f1b", "hand", 4].value == pytest.approx(1.1 / 0.75)
-    assert analysis.speedups(records, "small", "single")["naive", "hand", 1].value == pytest.approx(1 / 1.1)
-    assert analysis.shares_of_ceiling(records, "small")["1f1b", "hand", 4].value == pytest.approx(0.6 / 0.8 / 0.75)
-    assert analysis.best(records, "small") == ("1f1b", "hand", 4)

@@ -123,8 +123,6 @@ TASKS: dict[str, Task] = {
     "ddp_parity": Task("Notebook 03: is it the same training?", 10, 60, lab("ddp_parity", nproc=None), 2),
     "pipeline_parallel": Task("Notebook 06: how long is each stage idle?", 40, 120,
                               lab("pipeline_parallel", nproc=2), 2),
-    "tensor_parallel": Task("Notebook 06: when does tensor parallelism pay?", 25, 90,
-                            lab("tensor_parallel", nproc=2), 2),
     "fully_sharded": Task("Notebook 06: what does FSDP2 save and cost?", 25, 90, lab("fully_sharded", nproc=None), 2),
     "bucket_sizes": Task("Notebook 07: which bucket size?", 20, 90,
                          lab("comm_overlap", "--bucket-mb", 4, 1, nproc=None, saved="bucket_sizes"), 2),

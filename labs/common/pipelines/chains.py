@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labs.common import models
 from labs.common.models import Workload
-from labs.kit.errors import BadInput, require
+from labs.kit.errors import require
 
 
 @dataclass(frozen=True)
@@ -39,22 +36,17 @@ class Chain:
 
 
 def chain(name: str, seed: int = 0) -> Chain:
-    """The chain `name`: a key of CHAINS, or package.module:factory of a Workload whose module is an nn.Sequential.
+    """The chain `name`: what labs.common.models.build takes, if its module is an nn.Sequential.
 
     Parameters depend on `seed` only, so that every rank builds the same model. BadInput in one line otherwise.
     """
-    if factory := CHAINS.get(name):
-        torch.manual_seed(seed)
-        return factory()
-    if ":" not in name:
-        raise BadInput(f"there is no chain {name!r}: take one of {', '.join(CHAINS)}, or package.module:factory")
     workload = models.build(name, seed)
     require(
         isinstance(workload.module, nn.Sequential),
         f"model {name!r} is a {type(workload.module).__name__}: a pipeline cuts an nn.Sequential, so put its layers in "
         "one, in the order in which they run",
     )
-    return Chain(name, list(workload.module), workload.make_batch, workload.loss)
+    return Chain(name.rpartition(":")[2], list(workload.module), workload.make_batch, workload.loss)
 
 
 def split(model: Chain, cuts: Sequence[int]) -> list[nn.Sequential]:
@@ -85,38 +77,6 @@ def even_cuts(model: Chain, stages: int) -> list[int]:
     return [round(i * layers / stages) for i in range(1, stages)]
 
 
-def dense(inputs: int, outputs: int) -> nn.Sequential:
-    """A linear layer and a ReLU, initialised so that a deep stack neither fades nor explodes (He et al. 2015)."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(linear, nn.ReLU())
-
-
-@cache
-def _fashion() -> tuple[Tensor, Tensor]:
-    """Training images of Fashion-MNIST, pooled and flat (10000, 196), with their labels."""
-    from labs.common.data.fashion import vectors
-
-    x, y, *_ = vectors(10_000, torch.device("cpu"))
-    return x, y
-
-
-def _images(batch_size: int) -> tuple[Tensor, Tensor]:
-    x, y = _fashion()
-    rows = torch.randint(len(x), (batch_size,))
-    return x[rows], y[rows]
-
-
-def deep_mlp(width: int = 512, layers: int = 8) -> Chain:
-    """`layers` equal dense layers between a small first one (196 inputs) and a small last one (10 classes).
-
-    Real Fashion-MNIST images of 14 x 14 pixels. Cut in the middle, both halves do nearly the same work.
-    """
-    body = [dense(width, width) for _ in range(layers)]
-    return Chain("deep_mlp", [dense(196, width), *body, nn.Linear(width, 10)], _images, functional.cross_entropy)
-
-
 class Embed(nn.Module):
     """Tokens to vectors: an embedding of each token plus one of its place."""
 
@@ -129,26 +89,3 @@ class Embed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length) int64 -> (batch, length, width)."""
         return self.tokens(x) + self.places.weight[: x.shape[1]]
-
-
-def _head(width: int, vocabulary: int) -> nn.Sequential:
-    """Vectors to logits. Not tied to the embedding, which may be on another rank: its gradient would have to travel."""
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
-
-
-def char_gpt(width: int = 128, blocks: int = 4) -> Chain:
-    """The character GPT on Moby-Dick: embedding, `blocks` equal blocks, head. A row is 64 characters."""
-    from labs.common.models import text_models
-
-    book = text_models.char_gpt()
-    size = len(text_models.vocabulary())
-    body = [text_models.Block(width, heads=4) for _ in range(blocks)]
-    return Chain(
-        "char_gpt", [Embed(size, width, text_models.CONTEXT), *body, _head(width, size)], book.make_batch, book.loss
-    )
-
-
-CHAINS: dict[str, Callable[[], Chain]] = {
-    "deep_mlp": deep_mlp,
-    "char_gpt": char_gpt,
-}

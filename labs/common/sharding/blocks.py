@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from labs.common import models
 from labs.common.models import Workload, text_models
-from labs.kit.errors import require
 
 
 class Mlp(nn.Module):
@@ -95,45 +94,16 @@ def separated(module: nn.Module) -> nn.Module:
     return module
 
 
-def char_gpt(seed: int = 0) -> Workload:
-    """The course's character GPT on Moby-Dick, its blocks made of halves."""
-    workload = models.make("char_gpt", seed)
-    separated(workload.module)
-    return workload
-
-
-def workload(name: str, width: int = 64, heads: int = 4, extra: int = 0, seed: int = 0) -> Workload:
-    """What tensor parallelism is tried on: "mlp", "transformer" (one block), or "char_gpt", which has sizes of its own.
-
-    `extra` hidden features and heads make sizes that ranks cannot share evenly. A row is 32 vectors of `width` numbers
-    with a random target, except for char_gpt: 64 characters.
-    """
-    torch.manual_seed(seed)
-    size = width // heads
-    if name == "char_gpt":
-        return char_gpt(seed)
-    require(name in ("mlp", "transformer"), f"there is no model {name!r}: take mlp, transformer or char_gpt")
-    module = Mlp(width, 4 * width + extra) if name == "mlp" else TransformerBlock(width, size, heads + extra)
-
-    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-        x, y = (torch.randn(batch_size, 32, width) for _ in range(2))
-        return x.requires_grad_(), y  # as in the middle of a network: the layers before need a gradient, too
-
-    return Workload(module, make_batch, functional.mse_loss)
-
-
 def halves(module: nn.Module) -> list[str]:
     """Names of the halves in `module`, in order: its modules of kind Attention or Mlp."""
     return [name for name, m in module.named_modules() if isinstance(m, Attention | Mlp)]
 
 
-def uneven_mlp() -> Workload:
-    """A perceptron whose layers no number of ranks shares evenly (30-31-17-5), for fully sharded training."""
-    module = nn.Sequential(nn.Linear(30, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 5))
-    return Workload(module, lambda n: (torch.randn(n, 30), torch.randint(5, (n,))), functional.cross_entropy)
+def row_transformer(width: int = 128, blocks: int = 4) -> Workload:
+    """A small transformer that reads images of Fashion-MNIST row by row: the model of notebook 06.
 
-
-def wide_mlp() -> Workload:
-    """A model of states for fully sharded training: 6 layers of 512 x 512, whose activations are few beside them."""
-    module = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())])
-    return Workload(module, lambda n: (torch.randn(n, 512), torch.randint(512, (n,))), functional.cross_entropy)
+    Cut in the middle, both halves do nearly the same work.
+    """
+    body = [TransformerBlock(width, 32, width // 32) for _ in range(blocks)]
+    layers = [nn.Flatten(1, 2), nn.Linear(28, width), *body, nn.Flatten(), nn.Linear(28 * width, 10)]
+    return Workload(nn.Sequential(*layers), models.fashion_batch, functional.cross_entropy)

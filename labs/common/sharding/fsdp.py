@@ -29,22 +29,19 @@ def shard(
     mesh: DeviceMesh,
     reshard_after_forward: bool = True,
     lowered: torch.dtype | None = None,
-    offload: bool = False,
 ) -> nn.Module:
     """`module` with FSDP2 on each of its units, from the inside out.
 
     `lowered` is mixed precision: the format in which parameters are gathered and used, BF16 as a rule. Each rank keeps
-    its shard, and sums gradients, in FP32. `offload` keeps the shards in the host's memory, where the optimizer then
-    works. The outermost unit keeps its own parameters after forward in any case: backward would need them at once.
+    its shard, and sums gradients, in FP32. The outermost unit keeps its own parameters after forward in any case:
+    backward would need them at once.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=lowered, reduce_dtype=torch.float32 if lowered else None)
-    pinned = mesh.device_type == "cuda"  # pages that a GPU can copy from by itself
-    host = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for unit in units(module)[:-1]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=host)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=host)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 def parameters_of_units(module: nn.Module) -> list[list[nn.Parameter]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from labs.common.sharding.blocks import Attention, Mlp, halves
 from labs.kit.errors import require
@@ -88,69 +87,3 @@ def by_hand(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         parent, _, child = name.rpartition(".")
         setattr(module.get_submodule(parent), child, TensorParallel(module.get_submodule(name), group))
     return module
-
-
-def with_dtensor(module: nn.Module, mesh: DeviceMesh, prepare: bool = True) -> nn.Module:
-    """The same through torch's DTensor, in place, on a mesh of one dimension.
-
-    `prepare` turns a half's input into a DTensor once. Without it each of the three projections does so by itself, and
-    backward sums each one's gradient apart: three all-reduces for the one that is needed.
-    """
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    for name in halves(module):
-        half = module.get_submodule(name)
-        plan = {**dict.fromkeys(half.COLUMNS, ColwiseParallel()), half.ROW: RowwiseParallel()}
-        if prepare:
-            once = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-            parallelize_module(half, mesh, once)
-        parallelize_module(half, mesh, plan)
-    return module
-
-
-def whole_gradients(whole: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """What the gradients of `by_hand(whole, group)` must be: this rank's part of each, by the part's name."""
-    expected = {}
-    for name in halves(whole):
-        half, prefix = whole.get_submodule(name), f"{name}." if name else ""
-        mine = share(half, group.rank(), group.size())
-        for column in half.COLUMNS:
-            layer = getattr(half, column)
-            expected[f"{prefix}part.{column}.weight"] = layer.weight.grad[mine]
-            expected[f"{prefix}part.{column}.bias"] = layer.bias.grad[mine]
-        row = getattr(half, half.ROW)
-        expected[f"{prefix}part.{half.ROW}.weight"] = row.weight.grad[:, mine]
-        expected[f"{prefix}bias"] = row.bias.grad
-    inside = tuple(f"{n}." if n else "" for n in halves(whole))
-    outside = {n: p.grad for n, p in whole.named_parameters() if not n.startswith(inside)}
-    return expected | outside
-
-
-def _whole(t: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`t.full_tensor()` of a DTensor, put together on the host: what gloo, the backend of a shared GPU, is made for."""
-    (placement,) = t.placements
-    if not placement.is_shard():
-        return t.full_tensor() if placement.is_partial() else t.to_local()
-    parts: list = [None] * group.size()
-    dist.all_gather_object(parts, t.to_local().cpu(), group=group)
-    return torch.cat(parts, dim=placement.dim).to(t.to_local().device)
-
-
-def gradient_error(module: nn.Module, whole: nn.Module, group: dist.ProcessGroup) -> float:
-    """||g - G|| / ||G|| over this rank's gradients g and the same parts G of one process's; of DTensors, over all."""
-    from torch.distributed.tensor import DTensor
-
-    ours = {n: p.grad for n, p in module.named_parameters()}
-    if any(isinstance(g, DTensor) for g in ours.values()):
-        ours = {n: _whole(g, group) if isinstance(g, DTensor) else g for n, g in ours.items()}
-        theirs = {n: p.grad for n, p in whole.named_parameters()}
-    else:
-        theirs = whole_gradients(whole, group)
-    g, reference = (torch.cat([d[n].flatten() for n in sorted(theirs)]) for d in (ours, theirs))
-    return ((g - reference).norm() / reference.norm()).item()

@@ -71,31 +71,3 @@ def ddp_on_v100() -> Records:
         for r in table("pytorch_ddp")
         if (r.case["gpus"], r.case["ddp"]) in ((1, False), (2, True))
     )
-
-
-PYTORCH_SPLIT = (
-    "github.com/pytorch/tutorials at 51309670, intermediate_source/model_parallel_tutorial.py: ResNet-50, two GPUs in "
-    "one process, means of 10 runs of 3 batches of 120 images"
-)
-
-
-def resnet50_split() -> Records:
-    """Seconds of 3 batches of ResNet-50 on one GPU, and split over two by the number of micro-batches."""
-    table = {("one GPU", 1): 3.75, ("naive", 1): 4.02, ("pipeline", 6): 2.51, ("pipeline", 10): 2.43}
-    return Records(
-        Record(
-            "pytorch",
-            "run_s",
-            "s",
-            (seconds,),
-            "published",
-            {"schedule": schedule, "micro_batches": m},
-            provenance={"source": PYTORCH_SPLIT},
-        )
-        for (schedule, m), seconds in table.items()
-    )
-
-
-# Raised by Function._run_through_graph (github.com/keras-team/keras, keras/src/ops/function.py, pull request 20705),
-# with the path of the output between the backticks: none if the model has a single output.
-KERAS_NOT_CONNECTED = "Output with path `` is not connected to `inputs`"

@@ -1,1 +1,0 @@
-"""Notebook 06: figures, claims, exercises, solutions."""
