@@ -52,13 +52,10 @@ def at(number): ...
 """
 
 
-def state(folder: Path) -> dict[str, tuple]:
-    """Of all that is in a folder: mode, time of the last change, contents."""
-    paths = [folder, *sorted(folder.rglob("*"))]
-    return {
-        str(p.relative_to(folder)): (*p.lstat()[:1], p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else b"")
-        for p in paths
-    }
+def state(folder: Path, writes=frozenset()) -> dict[str, tuple]:
+    """Of all files in a folder, but those that the script writes: mode, time of the last change, contents."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in writes]
+    return {str(p.relative_to(folder)): (p.stat().st_mode, p.stat().st_mtime_ns, p.read_bytes()) for p in files}
 
 
 @contextmanager
@@ -82,7 +79,7 @@ class Started:
         self.work.mkdir(exist_ok=True)
         self.tmp = Path(tempfile.mkdtemp())  # its path is short, as that of a socket must be
         (self.work / "train.py").write_text(textwrap.dedent(script))
-        self.before = state(self.work)
+        self.before, self.writes = state(self.work), {"seen.txt", "shared.pt"}
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         options = ["--out", self.out, "--seconds", "0", "--steps", "8", *options]
         self.env = new_environment(TMPDIR=str(self.tmp), OMP_NUM_THREADS="1", **environment)
@@ -105,7 +102,7 @@ class Started:
         self.said, self.errors = self.process.communicate(timeout=LIMIT_S)
         self.code = self.process.returncode
         assert_no_survivors(self.env[MARK])
-        assert state(self.work) == self.before
+        assert state(self.work, self.writes) == self.before
         left = [p.name for p in self.tmp.iterdir() if not p.name.startswith(TORCHS_OWN)]
         assert left == []
         self.ranks = []
@@ -154,13 +151,13 @@ import helper  # from its own folder
 assert __name__ == "__main__" and __file__ == os.path.abspath("train.py"), __file__
 assert sys.path[0] == os.path.dirname(__file__), sys.path
 assert sys.path.count(sys.path[0]) == 1 and not any("parts" + os.sep + "doctor" in path for path in sys.path)
-assert sys.argv == ["train.py", "--steps", "7", "--out", "here", "--let-it-write", "train.py"], sys.argv
+assert sys.argv == ["train.py", "--steps", "7", "--out", "here", "train.py"], sys.argv
 assert Path("train.py").read_text() == Path(__file__).read_text()
 temporary = Path(os.environ["TMPDIR"]).parent.parent  # in which the run's own folder is
 assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary, os.environ["TORCHINDUCTOR_CACHE_DIR"]
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int); parser.add_argument("--out", type=Path)
-parser.add_argument("--let-it-write", action="store_true"); parser.add_argument("other")
+parser.add_argument("other")
 given = parser.parse_args()
 
 def batches():
@@ -187,8 +184,8 @@ def test_a_script_runs_as_it_would_alone(run, tmp_path):
     """Arguments that look like ours, relative paths, its own modules, a generator, two optimizers, accumulation."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "helper.py").write_text("")
-    args = ["--steps", "7", "--out", "here", "--let-it-write", "train.py"]
-    done = run(EVERYTHING, options=["--show-output"], args=args)
+    args = ["--steps", "7", "--out", "here", "train.py"]
+    done = run(EVERYTHING, options=["--show-output", "--copy"], args=args)
     assert done.code == 0, done.said + done.errors
     facts = done.facts
     assert (facts.ended, facts.stage, len(facts.step_s), facts.micro_batches) == ("done", "done", 8, 3.0)
@@ -197,14 +194,12 @@ def test_a_script_runs_as_it_would_alone(run, tmp_path):
     assert f"{facts.steps} lines" in done.said
 
 
-@pytest.mark.drill
-def test_let_it_write_lets_it_write(start, tmp_path):
-    done = start(TRAINING + "open('mine.txt', 'w').write('x')\ntrain()", options=["--let-it-write"])
-    done.process.wait(LIMIT_S)
-    assert (tmp_path / "work" / "mine.txt").read_text() == "x"
-    (tmp_path / "work" / "mine.txt").unlink()
-    done.before["."] = state(tmp_path / "work")["."]
-    assert done.end().code == 0
+def test_a_script_writes_its_own_files_and_into_the_copy_if_one_is_asked_for(start, tmp_path):
+    for options, there in (["--copy"], False), ([], True):
+        one = start(TRAINING + "open('mine.txt', 'w').write('x')\ntrain()", options=options)
+        one.writes = {"mine.txt"}
+        assert one.end().code == 0
+        assert (tmp_path / "work" / "mine.txt").exists() == there
 
 
 WORKERS = (
@@ -230,7 +225,7 @@ if __name__ == "__main__":
 )
 
 
-def test_workers_and_children_write_to_the_scratch_folder_and_end(run):
+def test_workers_and_children_write_and_end(run):
     done = run(WORKERS.replace("{context!r}", repr("fork")))
     assert done.code == 0, done.said + done.errors
     assert done.facts.ended == "done" and done.facts.loader.workers == 2
@@ -266,7 +261,6 @@ def test_a_script_that_ends_early_is_told_as_it_ended(run, name):
     assert (facts.ended, facts.exit_code, facts.steps) == (how, code, steps)
     assert facts.error.startswith(error)
     assert all(word in done.said for word in words), done.said
-    assert ("--let-it-write" in done.said) == (how == "error")
 
 
 @pytest.mark.long
@@ -303,7 +297,6 @@ def test_a_script_that_takes_no_step_is_ended_and_where_it_stands_is_told(run, n
     facts = done.facts
     assert done.code == 1 and (facts.ended, facts.steps) == ("silent", 0)
     assert facts.error.startswith("no step in 25 s: it stands in train.py:") and facts.error.endswith("in wait")
-    assert bool(facts.unseen) == ("child" in name)
 
 
 def test_the_first_step_may_take_long_and_the_others_some_times_the_longest_of_them():

@@ -10,10 +10,8 @@ Your script runs unchanged, as `python train.py` would run it, for some steps to
 --seconds in turn with counterfactuals: the same step without waiting for data, without exchange, and so on. Then it
 is ended. A step is a call of the `step` of an optimizer of torch. Model, optimizer and random state are put back after
 each counterfactual. It finds its files, and what it has written in this run; it sees a TMPDIR of its own, and no
-terminal. What it writes goes to a scratch folder that is removed, unless you --let-it-write, but caches are written
-where they belong: what is below ~/.cache, ~/.triton, HF_HOME, TORCH_HOME, TORCH_EXTENSIONS_DIR, and below a folder that
-a variable with CACHE in its name names. What cannot be sent to the scratch folder (programs that the script starts,
-libraries in C) is told in the report.
+terminal. The doctor writes nothing but its report; the script still writes its own files: logs, checkpoints. With
+--copy it runs in a copy of the folder that you start it in, which is removed; paths that lead out of it are not changed.
 
 A loop of transformers' Trainer, of Lightning or of Accelerate is looked at as any other, and cures name its own options
 as well. Ranks that it starts itself, as Lightning does without torchrun, are not seen: then the first rank is looked
@@ -21,7 +19,7 @@ at as it is, without counterfactuals.
 
 Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
 page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file
-but in caches.
+but the report and what the script writes.
 
 Under torchrun, srun or mpirun one rank of each machine tells of all ranks on it, further machines into --out with
 their number.
@@ -52,6 +50,8 @@ from labs.kit.place import Place
 
 PROG = as_main.typed("train-doctor", "labs.doctor")
 MOST_STEPS = 10_000
+MOST_COPIED = 1 << 30
+"""Bytes."""
 NO_TERMINAL = os.strerror(errno.ENOTTY)
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
 """In the errors of inductor and of Triton."""
@@ -87,7 +87,7 @@ def options(args: list[str]) -> Wanted:
     )
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
-    add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
+    add("--copy", action="store_true", help="run a copy of this folder: what the script writes below it is removed")
     add("--show-output", action="store_true", help="print what the script prints")
     add(
         "--only",
@@ -107,10 +107,10 @@ def options(args: list[str]) -> Wanted:
     _check_out(given.out)
     if given.compare is not None:
         _check_report(given.compare)
+    if given.copy:
+        argv[0] = _script_below(Path.cwd(), argv[0])
     modes = () if given.seconds == 0 else _modes(given.only or [], given.without or [])
-    order = Order(
-        argv, given.steps, given.seconds, given.patience, modes, given.let_it_write, given.show_output, module
-    )
+    order = Order(argv, given.steps, given.seconds, given.patience, modes, given.copy, given.show_output, module)
     return Wanted(order, given.out.absolute(), given.compare)
 
 
@@ -122,6 +122,20 @@ def _check_script(script: Path) -> None:
             pass
     except OSError as e:
         raise BadInput(f"cannot read {script} ({e.strerror})") from None
+
+
+def _script_below(folder: Path, script: str) -> str:
+    """As a relative path, which leads to the script in a copy of the folder as well."""
+    path = os.path.relpath(script, folder)
+    require(not path.startswith(".."), f"--copy copies {folder}, and {script} is not in it: start it in a folder above")
+    bytes_ = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in supervisor.NOT_COPIED]
+        bytes_ += sum(os.lstat(os.path.join(place, name)).st_size for name in files)
+        require(
+            bytes_ <= MOST_COPIED, f"--copy: {folder} holds more than {MOST_COPIED >> 30} GB: start it in a smaller one"
+        )
+    return path
 
 
 def _check_out(out: Path) -> None:
@@ -178,7 +192,7 @@ def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> N
         failed = f"could not write to {out} ({e.strerror}): the page above is all there is"
     with closed_pipe_is_no_error():
         print(report.page(found), end="")
-        for line in last_words(facts, wanted.order):
+        for line in last_words(facts):
             print(line)
         if compared:
             print(compared)
@@ -197,7 +211,7 @@ def _compared(before: Path, after: typing.Any) -> str:
         return f"\nnot compared: {e}"
 
 
-def last_words(facts: list[Facts], order: Order) -> list[str]:
+def last_words(facts: list[Facts]) -> list[str]:
     """What a script that did not come to its end had printed, and what may have been our own fault."""
     lines = []
     for f in facts:
@@ -207,12 +221,6 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
     failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
     if wants := next(filter(None, map(_what_is_missing, failed)), ""):
         lines += ["", wants]
-    elif failed and not order.let_it_write:
-        lines += [
-            "",
-            "Does it run without the doctor, but not here? It sees no terminal, and what it writes goes to a",
-            "scratch folder, which libraries in C and programs that it starts do not know: try --let-it-write.",
-        ]
     return lines
 
 

@@ -69,7 +69,7 @@ CAUSES = (
     ),
     Cause(
         "validation",
-        "no evaluation",
+        "",
         "{often} evaluate the model: {part} for each step on average, of {mean}",
         "evaluate every few hundred steps: if step % 500 == 0: ...; but leave it where what comes out is trained on "
         "(rollouts, a generator's samples)",
@@ -79,7 +79,7 @@ CAUSES = (
     ),
     Cause(
         "checkpoint",
-        "no saving",
+        "",
         "{often} save something: {part} for each step on average, of {mean}",
         "save every few minutes",
         "05, section 7",
@@ -89,7 +89,7 @@ CAUSES = (
     ),
     Cause(
         "printing",
-        "no printing",
+        "",
         "it prints {calls} times in a step: {part} of {mean}",
         "print every 50 steps: if step % 50 == 0: ...",
         "01, exercise 01.3",

@@ -5,7 +5,6 @@ A bound, since a step without that thing may run into the next one: half the ari
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -14,7 +13,7 @@ from unittest import mock
 
 import psutil
 
-from labs.doctor.facts import Facts, Gone, share_of_steps
+from labs.doctor.facts import Facts, Gone
 from labs.doctor.hooks import Hooks, length
 from labs.doctor.kept import free_on_host
 from labs.doctor.loader_alone import MoreWorkers, PinnedMemory
@@ -99,70 +98,6 @@ class NoWaitingLine(Counterfactual):
 
     def leave(self, hooks: Hooks) -> None:
         hooks.known_values = False
-
-
-class NoPrinting(Counterfactual):
-    """`print` does nothing."""
-
-    name, kind, needs_restore = "no printing", "print", False
-
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        return _not_in_each_step(facts, self.kind)
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, self.kind)
-
-    def enter(self, hooks: Hooks) -> None:
-        hooks.muted[self.kind] = lambda *args, **kwargs: None
-
-    def leave(self, hooks: Hooks) -> None:
-        del hooks.muted[self.kind]
-
-
-class NoSaving(NoPrinting):
-    """`torch.save` leaves an empty file where there is none, for scripts that give it its name then (os.replace).
-
-    Outside of a scratch folder it leaves none: it would end as the script's checkpoint. What was saved before stays.
-    """
-
-    name, kind, risky = "no saving", "save", True  # a script may read what it has saved
-
-    def enter(self, hooks: Hooks) -> None:
-        super().enter(hooks)
-        if hooks.in_scratch:
-            hooks.muted[self.kind] = _empty_file
-
-
-def _empty_file(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    """With the arguments of torch.save."""
-    if isinstance(f, str | os.PathLike) and not os.path.exists(f):
-        with open(f, "wb"):
-            pass
-
-
-class NoEvaluation(Counterfactual):
-    """A model that is called without gradients gives what it gave last, and so does its DataLoader."""
-
-    name, settle, risky = "no evaluation", 1, True  # what it gives must be known first
-
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        return _not_in_each_step(facts, "evaluation")
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "evaluation")
-
-    def enter(self, hooks: Hooks) -> None:
-        hooks.known_outputs = {}
-
-    def leave(self, hooks: Hooks) -> None:
-        hooks.known_outputs = None
-
-
-def _not_in_each_step(facts: Facts, kind: str) -> str:
-    share = share_of_steps(facts, kind)
-    if not share:
-        return Gone("there was none of it in these steps")
-    return "" if kind not in facts.rare else f"{share:.0%} of the steps have it: its mean is among the step's parts"
 
 
 class NoAnomalyDetection(Counterfactual):
@@ -540,12 +475,9 @@ MODES: dict[str, Mode | Trial] = {
         SameBatch(),
         NoExchange(),
         NoWaitingLine(),
-        NoPrinting(),
-        NoSaving(),
         Threads("fewer threads", fewer=True),
         NoAnomalyDetection(),
         Threads("one thread per core", fewer=False),
-        NoEvaluation(),
         SinglePrecision(),
         HalfPrecision(),
         FusedOptimizer(),

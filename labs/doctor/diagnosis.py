@@ -649,7 +649,7 @@ def healthy(facts: list[Facts]) -> list[str]:
 def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
     for cause, bound, by, _ in _judged(facts):
         if _standing(bound, by) == "fine":
-            yield f"{cause.mode}: {_little(bound, by)}"
+            yield f"{cause.mode or cause.name}: {_little(bound, by)}"
     late = lateness(facts)
     if late is not None and standing(late.bound) == "fine":
         yield f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own"
@@ -723,7 +723,7 @@ def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:
 
 
 def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
-    unclear = [(c.mode, bound, by) for c, bound, by, _ in _judged(facts) if _standing(bound, by) == "unclear"]
+    unclear = [(c.mode or c.name, bound, by) for c, bound, by, _ in _judged(facts) if _standing(bound, by) == "unclear"]
     late = lateness(facts)
     if late is not None and standing(late.bound) == "unclear":
         unclear.append(("ranks as fast as each other", late.bound, late.by))

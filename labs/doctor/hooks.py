@@ -15,7 +15,6 @@ import builtins
 import functools
 import gc
 import inspect
-import itertools
 import linecache
 import math
 import os
@@ -179,10 +178,6 @@ class Hooks:
         """Each batch of the training is the one before."""
         self.of_batch: Callable[[Any], Any] | None = None
         """What becomes of a batch of the training."""
-        self.muted: dict[str, Callable[..., None]] = {}
-        """By kind, "print" or "save": what is called in its place."""
-        self.in_scratch = False
-        """Whether what is written goes to a scratch folder."""
         self.around_forward: Callable[[], Any] = nullcontext
         """A context in which outermost modules are called."""
         self.of_input: Callable[[Any], Any] | None = None
@@ -192,13 +187,9 @@ class Hooks:
         """By root: what is called in its place."""
         self.known_values = False
         """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
-        self.known_outputs: dict[tuple, Any] | None = None
-        """A model that is called without gradients gives what it gave for an input of this shape; so do its data. These
-        outputs, by model and shapes; None: as ever, and none is kept."""
         self._values: dict[tuple, list[Any]] = {}
         self._given: dict[tuple, int] = defaultdict(int)
         self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._evaluated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._changed = False
 
     # Installing
@@ -231,8 +222,8 @@ class Hooks:
             self._replace(dist.Work, "wait", self._waiting_for_ranks)
         self._replace(torch.autocast, "__enter__", self._autocasting)
         self._replace(torch, "compile", self._compiling)
-        self._replace(torch, "save", functools.partial(self._mutable, "save"))
-        self._replace(builtins, "print", functools.partial(self._mutable, "print"))
+        self._replace(torch, "save", functools.partial(self._noted, "save"))
+        self._replace(builtins, "print", functools.partial(self._noted, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
         self._replace(_compat.LoaderIterator, "__init__", self._making)
         self._replace(_compat.LoaderIterator, "__next__", self._next)
@@ -346,16 +337,6 @@ class Hooks:
 
         return call
 
-    def _mutable(self, kind: str, function: Callable) -> Callable:
-        noted = self._noted(kind, function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if kind in self.muted and not self._elsewhere():
-                return self.muted[kind](*args, **kwargs)
-            return noted(*args, **kwargs)
-
-        return call
-
     def _waiting(self, function: Callable) -> Callable:
         """Of a tensor that is on a GPU the value is waited for; the line is noted for any tensor."""
         noted = self._noted("synchronise", function)
@@ -426,9 +407,6 @@ class Hooks:
         def call(loader: Any) -> Any:
             if self._elsewhere():
                 return function(loader)
-            if self.known_outputs is not None and loader in self._evaluated:
-                batch, batches = self._evaluated[loader]
-                return itertools.repeat(batch, batches)
             self.loader_starts += loader in self.training
             return self._timed(self._kind_of(loader), function, (loader,), {})
 
@@ -453,9 +431,6 @@ class Hooks:
                 batch = self._timed(self._kind_of(loader), function, (iterator,), {})
                 if loader in self.training:
                     self._keep(loader, batch)
-                elif self.recording and loader in self.evaluating:
-                    first = batch if _compat.batches_given(iterator) == 1 else self._evaluated.get(loader, (batch,))[0]
-                    self._evaluated[loader] = first, _compat.batches_given(iterator)
             else:
                 batch = again[0]
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
@@ -533,7 +508,7 @@ class Hooks:
         if self.of_input:
             args, kwargs = self.of_input(given)
         if not training:
-            return self._evaluate(module, function, args, kwargs)
+            return self._timed("evaluation", function, args, kwargs)
         function = self.instead.get(id(module), function)
         if not again:
             self._seen(module, *given)
@@ -542,14 +517,6 @@ class Hooks:
         if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
             self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return self.of_output(output) if self.of_output else output
-
-    def _evaluate(self, module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.known_outputs is None:
-            return self._timed("evaluation", function, args, kwargs)
-        key = (id(module), *(tuple(t.shape) for t in _leaves((args, kwargs), self.torch)))
-        if key not in self.known_outputs:
-            self.known_outputs[key] = self._timed("evaluation", function, args, kwargs)
-        return self.known_outputs[key]
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
         """At each call: how many samples. At the first one: device, precision."""

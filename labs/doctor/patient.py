@@ -10,7 +10,6 @@ import faulthandler
 import json
 import mmap
 import os
-import resource
 import shlex
 import signal
 import struct
@@ -22,7 +21,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from labs.doctor import scratch
 from labs.doctor.after_import import after_import
 from labs.doctor.facts import Facts, not_reached, without_colours
 from labs.doctor.ranks import group
@@ -50,9 +48,7 @@ class Settings:
     argv: list[str]
     """The script and its arguments."""
     folder: str
-    """For facts and progress of all ranks, and for what is written."""
-    scratch: str
-    """Where what the script writes goes; "": where it wants it."""
+    """For facts and progress of all ranks."""
     rank: int = 0
     ranks: int = 1
     local_ranks: int = 1
@@ -129,7 +125,6 @@ class Patient:
 
         self.state = state
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
-        self.hooks.in_scratch = bool(self.settings.scratch)
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
         if (wanted := self.settings.modes) is None:
@@ -172,12 +167,6 @@ class Patient:
             facts = _given_up(facts, "the script did not get through it")
         facts.save(self.settings.facts_path)
         self.saved = time.perf_counter()
-
-    def cannot_see(self, words: str) -> None:
-        """Told at once: what follows may end without a word."""
-        if os.getpid() == self.pid:
-            self.facts.unseen.append(words)
-            self.save()
 
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
@@ -248,7 +237,7 @@ def _told(error: BaseException, script: str) -> str:
 
 
 def main() -> None:
-    """Read the settings, send what is written to the scratch folder, and become the script."""
+    """Read the settings and become the script."""
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     if settings.parent:
         end_with_parent(settings.parent)
@@ -258,10 +247,6 @@ def main() -> None:
         stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
     patient = Patient(settings)
     builtins.__dict__.setdefault("exit", sys.exit)
-    if settings.scratch:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # no file `core`
-        own = (os.getcwd(), os.path.dirname(os.path.realpath(settings.argv[0])))
-        scratch.install(settings.scratch, patient.cannot_see, own)
     patient.run()
 
 

@@ -335,8 +335,8 @@ def method(report: Report) -> str:
         "rounds of as it is / counterfactual. 'At most' is without the thing: a cure that changes nothing else gives "
         "no more; 'as tried' is one setting of several. All these intervals together hold the truth in 95 % of runs. "
         "'About', from the step's parts, is arithmetic, if nothing else changed, with a plain 95 % interval. Bounds do "
-        "not add up. Without --let-it-write, what the script writes goes to a scratch folder, but caches are written "
-        f"where they belong. {place}, "
+        "not add up. "
+        f"{place}, "
         f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
     )
 

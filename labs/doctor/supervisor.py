@@ -10,6 +10,7 @@ import getpass
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labs.doctor.facts import Facts, load, without_colours
-from labs.doctor.patience import LEAST_S, Patience
+from labs.doctor.patience import FIRST_S, LEAST_S, Patience
 from labs.doctor.patient import STACK_SIGNAL, Progress, Settings
 from labs.kit import supervise
 from labs.kit.errors import BadInput
@@ -56,6 +57,7 @@ MOST_OUTPUT = 64 << 20
 """Bytes of the script's output that are kept on the disk; of more, the end."""
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
+NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
 MONITOR_S = 1.0
 """From one look at the processor's times to the next: what they tell is the mean over a whole run."""
@@ -75,7 +77,8 @@ class Order:
     """Without a step; None: as Patience has it."""
     modes: tuple[str, ...] | None = None
     """Counterfactuals, by name; None: all."""
-    let_it_write: bool = False
+    copy: bool = False
+    """Whether a copy of the folder that it is started in is run."""
     show_output: bool = False
     module: str = ""
     """Its full name, if it is run by that."""
@@ -161,7 +164,6 @@ class Run:
         self.settings = Settings(
             order.argv,
             str(folder),
-            "" if order.let_it_write else str(folder / "scratch"),
             place.rank,
             place.ranks,
             place.local_ranks,
@@ -190,13 +192,12 @@ class Run:
         self.progress = Progress(self.folder, self.place.rank)
         env = {**os.environ, supervise.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())  # in the new TMPDIR it would be cold each time
-        if self.settings.scratch:
-            env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
         command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
+        cwd = copied(self.folder, self.place, self.order) if self.order.copy else None
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
         with self.output.open("ab") as output:  # appended to, so that it can be cut
-            self.process = supervise.start(command, stdin=stdin, stdout=output, stderr=output, env=env)
+            self.process = supervise.start(command, stdin=stdin, stdout=output, stderr=output, env=env, cwd=cwd)
 
     def __exit__(self, *error: object) -> None:
         self._end()
@@ -359,6 +360,18 @@ def inductor_cache() -> str:
     except (KeyError, OSError):  # a container that does not know its user
         user = f"uid_{os.getuid()}"
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
+def copied(folder: Path, place: Place, order: Order) -> Path:
+    """A copy of the folder that the doctor was started in: the first rank of a machine makes it, the others wait."""
+    copy, part = folder / "copy", folder / "copy.part"
+    if place.local_rank == 0 and not copy.exists():
+        shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        part.rename(copy)
+    until = time.monotonic() + (order.patience_s or FIRST_S)
+    while not copy.exists() and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return copy
 
 
 # Ranks of one machine

@@ -10,7 +10,7 @@ def tell(facts, wanted, machine, hits):
     """One file for all ranks."""
     wanted.out.mkdir(exist_ok=True)
     (wanted.out / "facts.json").write_text(json.dumps([dataclasses.asdict(f) for f in facts]))
-    print("\n".join(doctor.last_words(facts, wanted.order)))
+    print("\n".join(doctor.last_words(facts)))
 
 
 if __name__ == "__main__":
