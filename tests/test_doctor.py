@@ -383,13 +383,13 @@ ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.0
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
     uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
-    one = start(ENDLESS.replace("time.sleep(0.05)", uneven), options=["--seconds", "1000", "--only", "no printing"])
+    one = start(ENDLESS.replace("time.sleep(0.05)", uneven), options=["--seconds", "1000", "--only", "fewer threads"])
     wait_for(lambda: any(f["turns_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
     assert (done.facts.ended, done.facts.error) == ("stopped", signum.name)
     assert done.code == 0 and "step" in done.said
-    assert len(done.facts.step_s) == 8 and done.facts.turns_s["no printing"] and "peak" in done.facts.memory
+    assert len(done.facts.step_s) == 8 and done.facts.turns_s["fewer threads"] and "peak" in done.facts.memory
     told = report.page(report.make([done.facts]))
     assert f"stopped from outside by {signum.name} after {done.facts.steps} steps" in " ".join(told.split())
 

@@ -25,13 +25,11 @@ def sick(**more):
         code=EVIL,
         why=f"Because {EVIL}.",
         notebook="01",
-        section="1",
         certainty="costs",
-        source="https://example.org",
-        cure=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n",
+        fix=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n",
     )
     noted = Line("print", "print", "/x/train.py", 3, EVIL, 1.0, 5.0)
-    modes = {"same batch again": STEP_S / 2, "no printing": 0.9 * STEP_S, "half precision": STEP_S}
+    modes = {"same batch again": STEP_S / 2, "no anomaly detection": 0.9 * STEP_S, "half precision": STEP_S}
     facts = made(STARVED, modes, lines=[noted], not_tried={"compiled": "<b>no compiler</b>"}, **more)
     return report.make([facts], [hit])
 
@@ -45,7 +43,6 @@ def test_the_page_says_first_what_holds_it_back_most_and_fits_a_terminal():
         "half precision: no difference that this run can show",
         "not tried: compiled",
         "num_workers=2",
-        "+pass",
     ):
         assert words in text
     waits = next(line for line in lines if "waiting for data" in line)
@@ -54,7 +51,7 @@ def test_the_page_says_first_what_holds_it_back_most_and_fits_a_terminal():
 
 @pytest.mark.parametrize(("told", "joined", "sees_all"), [(1, [1, 2], False), (4, [0, 1], False), (2, [0, 2], True)])
 def test_there_is_no_verdict_on_ranks_that_the_doctor_does_not_see(told, joined, sees_all, tmp_path):
-    facts = [made(modes={"no printing": STEP_S}, rank=rank, ranks=told) for rank in range(told)]
+    facts = [made(modes={"no anomaly detection": STEP_S}, rank=rank, ranks=told) for rank in range(told)]
     for f in facts:
         f.training["group"] = joined
     assert report.page(report.make(facts)).startswith("No verdict") != sees_all

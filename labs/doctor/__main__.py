@@ -11,7 +11,7 @@ Your script runs unchanged, as `python train.py` would run it, for some steps to
 is ended. A step is a call of the `step` of an optimizer of torch. Model, optimizer and random state are put back after
 each counterfactual. It finds its files, and what it has written in this run; it sees a TMPDIR of its own, and no
 terminal. The doctor writes nothing but its report; the script still writes its own files: logs, checkpoints. With
---copy it runs in a copy of the folder that you start it in, which is removed; paths that lead out of it are not changed.
+--copy it runs in a copy of the folder that you start it in, which is removed.
 
 A loop of transformers' Trainer, of Lightning or of Accelerate is looked at as any other, and cures name its own options
 as well. Ranks that it starts itself, as Lightning does without torchrun, are not seen: then the first rank is looked
@@ -38,10 +38,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor import rules, supervisor
+from labs.doctor import static_rules, supervisor
 from labs.doctor.facts import Facts
-from labs.doctor.hits import Hit
 from labs.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST
+from labs.doctor.static_rules import Match
 from labs.doctor.supervisor import Order
 from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail
@@ -176,7 +176,7 @@ def _refuse(message: str) -> typing.NoReturn:
     fail(PROG, message)
 
 
-def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> None:
+def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Match]) -> None:
     """Print the page, and write the report."""
     from labs.doctor import report
 
@@ -246,7 +246,7 @@ def main() -> None:
     try:
         wanted, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
         # Before the run: what goes wrong in it costs no measurement, and the script is as the run will find it
-        hits = [] if place.local_rank else rules.check(Path(wanted.order.argv[0]))
+        hits = [] if place.local_rank else static_rules.check(Path(wanted.order.argv[0]))
         facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine, hits))
     except BadInput as e:
         _refuse(str(e))

@@ -181,34 +181,6 @@ CAUSES = (
     ),
 )
 """A training that has one of them may be healthy all the same: what counts is the bound."""
-RULES = {
-    "no-workers": "same batch again",
-    "workers-restart": "same batch again",
-    "anomaly": "no anomaly detection",
-    "find-unused": "no search for unused parameters",
-    "too-many-threads": "fewer threads",
-    "reads-each-step": "no waiting line",
-    "synchronises": "no waiting line",
-    "no-sync-missing": "no exchange",
-    "copy-not-pinned": "pinned memory",
-}
-"""Static rules about time, and the counterfactual that prices what they have found."""
-SEEN = {
-    "anomaly": "anomaly",
-    "find_unused": "find-unused",
-    "data_parallel": "data-parallel",
-    "threads": "too-many-threads",
-}
-"""What is seen in the running training, and the rule that finds its line, and has a better cure for it."""
-FOR_GPUS = {
-    "reads-each-step",
-    "synchronises",
-    "copy-blocks",
-    "copy-not-pinned",
-    "empties-cache",
-    "cudnn-benchmark",
-    "times-launches",
-}
 PARTS = {
     "data": "waiting for data",
     "copy": "copy to device",

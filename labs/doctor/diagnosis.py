@@ -24,7 +24,7 @@ from labs.doctor.turns import MOST_ROUNDS
 from labs.kit.measure import Estimate, estimate
 
 if TYPE_CHECKING:
-    from labs.doctor.rules import Hit
+    from labs.doctor.static_rules import Match
 
 IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
 MOSTLY_FIXED, CERTAINLY_FIXED = 0.75, 0.5
@@ -67,14 +67,11 @@ class Finding:
     """Of what was read."""
 
 
-def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
+def diagnose(facts: list[Facts], hits: Sequence[Match] = ()) -> list[Finding]:
     """Of all ranks: what holds back and then options, each by the lower end of its bound; then what was read."""
     seen = with_steps(facts)
     found = [_with_trainer(_or_option(f), seen[0]) for f in _all(seen)] if seen else []
-    rules = {hit.rule for hit in hits}
-    found = sorted((f for f in found if f.kind != READING or causes.SEEN.get(f.name) not in rules), key=_rank)
-    prices = _prices(seen, found) if seen else {}
-    return found + [_read(hit, prices, seen) for hit in hits]
+    return sorted(found, key=_rank) + list(map(_read, hits))
 
 
 def _or_option(finding: Finding) -> Finding:
@@ -612,29 +609,9 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
         )
 
 
-def _prices(facts: Sequence[Facts], found: Sequence[Finding]) -> dict[str, str]:
-    """What was measured of a line ("file:line") or of what a rule is about (a mode), in words."""
-    words = {line_of(f): f"see {f.name} above" for f in reversed(found) if f.where}
-    for cause, bound, by, _ in _judged(facts):
-        if _standing(bound, by) == "fine":
-            words[cause.mode] = f"measured: {_little(bound, by)}"
-        elif _standing(bound, by) == "unclear":
-            words[cause.mode] = f"measured, but too much noise to tell: {bound}"
-        elif priced := [f.name for f in found if f.bound == bound]:
-            words[cause.mode] = f"see {priced[0]} above"
-    return words
-
-
-def _read(hit: Hit, prices: dict[str, str], facts: Sequence[Facts]) -> Finding:
-    where = f"{os.path.basename(hit.file)}:{hit.line}"
-    price = prices.get(where) or prices.get(causes.RULES.get(hit.rule, ""))
-    if not price and facts and facts[0].device == "cpu" and hit.rule in causes.FOR_GPUS:
-        price = "it costs a GPU time, and not the CPU that this ran on"
-    what = hit.why.strip().rstrip(".") + (f" ({price})" if price else "")
-    section = getattr(hit, "section", "")
-    notebook = hit.notebook + (f", section {section}" if hit.notebook and section else "")
-    where = f"{where}  {hit.code.strip()}" if hit.line else os.path.basename(hit.file)
-    return Finding(hit.rule, what, None, where, hit.cure, notebook, BY_READING, READING, str(hit.certainty))
+def _read(match: Match) -> Finding:
+    where = f"{os.path.basename(match.file)}:{match.line}  {match.code}" if match.line else os.path.basename(match.file)
+    return Finding(match.rule, match.why, None, where, match.fix, match.notebook, BY_READING, READING, match.certainty)
 
 
 # What is healthy, and what is not known

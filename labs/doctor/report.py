@@ -40,7 +40,7 @@ from labs.kit.monitor import Trace
 from labs.kit.record import parse_json, plain, provenance, write_atomic
 
 if TYPE_CHECKING:
-    from labs.doctor.rules import Hit
+    from labs.doctor.static_rules import Match
 
 TEMPLATE = Path(__file__).with_name("report_page.html.txt")
 VERSION = 1
@@ -105,7 +105,7 @@ def group_of(facts: Facts) -> tuple[int, int]:
     return (rank, ranks) if ranks != facts.ranks else (facts.rank, facts.ranks)
 
 
-def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
+def make(facts: list[Facts], hits: Sequence[Match] = ()) -> Report:
     """Of the facts that the ranks of one run have left, and of what was read in its source."""
     facts = sorted(facts, key=lambda f: f.rank)
     return Report(
