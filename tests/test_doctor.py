@@ -16,10 +16,10 @@ import pytest
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs.doctor import __main__ as doctor
-from labs.doctor import facts as doctor_facts
+from labs.doctor import profile as doctor_profile
 from labs.doctor import report, supervisor
 from labs.doctor.counterfactuals import MODES
-from labs.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST, Patience
+from labs.doctor.step_timeout import FIRST_S, LEAST_S, TIMES_LONGEST, StepTimeout
 from labs.kit.errors import BadInput
 from labs.kit.monitor import core_times
 from labs.kit.place import Place
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
 TORCHS_OWN = ("torchelastic_", "torchinductor_")
 """Torchrun's log folder, and the cache of torch.compile, an empty folder if nothing is compiled."""
-DOCTOR = "labs_for_tests.doctor_facts"
+DOCTOR = "labs_for_tests.doctor_profiles"
 
 TRAINING = """
 import os, sys, time
@@ -106,8 +106,8 @@ class Started:
         left = [p.name for p in self.tmp.iterdir() if not p.name.startswith(TORCHS_OWN)]
         assert left == []
         self.ranks = []
-        if (self.out / "facts.json").exists():
-            self.ranks = [doctor_facts.from_json(row) for row in json.loads((self.out / "facts.json").read_text())]
+        if (self.out / "profiles.json").exists():
+            self.ranks = [doctor_profile.from_json(row) for row in json.loads((self.out / "profiles.json").read_text())]
         return self
 
     @property
@@ -293,14 +293,14 @@ wait()""",
 @pytest.mark.drill
 @pytest.mark.parametrize("name", SILENT)
 def test_a_script_that_takes_no_step_is_ended_and_where_it_stands_is_told(run, name):
-    done = run(TRAINING + SILENT[name], options=["--patience", "25"])
+    done = run(TRAINING + SILENT[name], options=["--timeout", "25"])
     facts = done.facts
     assert done.code == 1 and (facts.ended, facts.steps) == ("silent", 0)
     assert facts.error.startswith("no step in 25 s: it stands in train.py:") and facts.error.endswith("in wait")
 
 
 def test_the_first_step_may_take_long_and_the_others_some_times_the_longest_of_them():
-    patience = Patience(None, 100.0)
+    patience = StepTimeout(None, 100.0)
     patience.saw(0, 100 + FIRST_S)
     assert patience.limit_s == FIRST_S and not patience.is_over(100 + FIRST_S) and patience.is_over(101 + FIRST_S)
     patience.saw(1, 1000.0)  # what came before it says nothing of the others
@@ -311,7 +311,7 @@ def test_the_first_step_may_take_long_and_the_others_some_times_the_longest_of_t
     patience.saw(3, 5000.0)
     assert not patience.is_over(1000 + (1 + TIMES_LONGEST) * LEAST_S)
     assert patience.is_over(1002 + (1 + TIMES_LONGEST) * LEAST_S)
-    given = Patience(7.0, 0.0)
+    given = StepTimeout(7.0, 0.0)
     assert given.limit_s == 7 and given.is_over(7.1)
     given.saw(5, 6.0)
     assert given.limit_s == 7 and not given.is_over(12.0)
@@ -372,7 +372,7 @@ def at_work(one: Started) -> bool:
 
 def saved(one: Started) -> list[dict]:
     """What it has of each rank so far."""
-    return [json.loads(p.read_text()) for p in one.tmp.glob("labs-*/facts-*.json")]
+    return [json.loads(p.read_text()) for p in one.tmp.glob("labs-*/profile-*.json")]
 
 
 ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun')\ntrain()"
@@ -384,12 +384,12 @@ ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.0
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
     uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
     one = start(ENDLESS.replace("time.sleep(0.05)", uneven), options=["--seconds", "1000", "--only", "fewer threads"])
-    wait_for(lambda: any(f["turns_s"] for f in saved(one)), LIMIT_S, "a round")
+    wait_for(lambda: any(f["interleaved_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
     assert (done.facts.ended, done.facts.error) == ("stopped", signum.name)
     assert done.code == 0 and "step" in done.said
-    assert len(done.facts.step_s) == 8 and done.facts.turns_s["fewer threads"] and "peak" in done.facts.memory
+    assert len(done.facts.step_s) == 8 and done.facts.interleaved_s["fewer threads"] and "peak" in done.facts.memory
     told = report.page(report.make([done.facts]))
     assert f"stopped from outside by {signum.name} after {done.facts.steps} steps" in " ".join(told.split())
 
@@ -537,8 +537,8 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
     Path("train.py").touch()
     wanted = doctor.options(["--steps", "3", "train.py", "--steps", "x", "--help", "--", "-v"])
     assert wanted.order.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.order.steps == 3
-    assert wanted.order.modes is None and wanted.order.patience_s is None
-    assert doctor.options(["--patience", "5", "train.py"]).order.patience_s == 5
+    assert wanted.order.modes is None and wanted.order.timeout_s is None
+    assert doctor.options(["--timeout", "5", "train.py"]).order.timeout_s == 5
     assert doctor.options(["--seconds", "0", "train.py"]).order.modes == ()
     usual = [name for name, mode in MODES.items() if not mode.on_request]
     name = usual[0]
@@ -566,6 +566,6 @@ def test_the_page_is_printed_and_the_report_is_written(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert_no_survivors(env[MARK])
         assert "A step takes" in done.stdout
-    assert json.loads((tmp_path / "after" / "report.json").read_text())["facts"][0]["ended"] == "done"
+    assert json.loads((tmp_path / "after" / "report.json").read_text())["profiles"][0]["ended"] == "done"
     left = sorted(name for name in os.listdir(tmp_path) if not name.startswith(TORCHS_OWN))
     assert left == ["after", "doctor-report", "train.py"]

@@ -12,16 +12,16 @@ import pytest
 from processes import assert_no_survivors, new_environment
 
 from labs.doctor import static_rules
-from labs.doctor.causes import CAUSES, SECTIONS
-from labs.doctor.facts import AS_IS
-from labs.doctor_trial.cases import BY_NAME, BY_READING, HEALTHY, SICK, gains
+from labs.doctor.bottlenecks import BOTTLENECKS, SECTIONS
+from labs.doctor.profile import AS_IS
+from labs.doctor_trial.cases import BY_NAME, BY_UNPRICED, HEALTHY, SICK, gains
 from labs.doctor_trial.in_turn import Script, ScriptFailed, environment, free_port, take_turns
 
 
 @pytest.mark.parametrize("case", HEALTHY + SICK, ids=lambda case: case.name)
 def test_an_illness_is_one_line_of_a_program(case):
     compile(case.text, case.name, "exec")
-    sick, well = case.text.splitlines(), case.cured.splitlines()
+    sick, well = case.text.splitlines(), case.fixd.splitlines()
     assert len(sick) == len(well), "a line is changed, none is added"
     assert sum(a != b for a, b in zip(sick, well, strict=True)) == int(case.is_ill)
     assert bool(case.names) == case.is_ill
@@ -29,7 +29,7 @@ def test_an_illness_is_one_line_of_a_program(case):
 
 
 def test_what_names_an_illness_is_something_that_the_doctor_can_say():
-    said = {cause.name for cause in CAUSES} | set(SECTIONS) | {"own_code", "fused_optimizer"}
+    said = {b.name for b in BOTTLENECKS} | set(SECTIONS) | {"own_code", "fused_optimizer"}
     said |= {rule.name for rule in static_rules.RULES}
     for case in SICK:
         assert set(case.names) & said, case.name
@@ -37,7 +37,7 @@ def test_what_names_an_illness_is_something_that_the_doctor_can_say():
     assert not unknown
 
 
-READ = [c.name for c in SICK if c.by == BY_READING and {r.name for r in static_rules.RULES} & set(c.names)]
+READ = [c.name for c in SICK if c.by == BY_UNPRICED and {r.name for r in static_rules.RULES} & set(c.names)]
 
 
 @pytest.mark.parametrize("name", READ)

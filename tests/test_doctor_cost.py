@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from doctor_patients import environment
+from doctor_training import environment
 from test_doctor_ranks import SCRIPT, free_port, run
 
-from labs.doctor import bounds
-from labs.doctor.turns import LEAST_ROUNDS
+from labs.doctor import estimated_gain
+from labs.doctor.schedule import LEAST_ROUNDS
 from labs.kit.measure import estimate
 
 pytestmark = [pytest.mark.long, pytest.mark.quiet, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ def test_exposed_exchange_is_the_step_less_the_step_without_exchange(tmp_path, c
     alone = [[_step_s(tmp_path, *wide, *more) for more in ((), ("--no-sync",))] for _ in range(LEAST_ROUNDS)]
     saved = estimate([with_s - without_s for with_s, without_s in alone], "s")
     facts = run(tmp_path, SCRIPT, *wide, modes=("no exchange",))
-    told = estimate([a - b for a, b in bounds.pairs_s(facts, bounds.NO_EXCHANGE)], "s")
+    told = estimate([a - b for a, b in estimated_gain.pairs_s(facts, estimated_gain.NO_EXCHANGE)], "s")
     with capfd.disabled():
         print(f"\nexposed exchange by the doctor {told}, step(DDP) - step(no_sync) {saved}")
     assert told.low < 1.2 * saved.high and saved.low < 1.2 * told.high

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctor_patients import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
+from doctor_training import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
 from processes import MARK, assert_no_survivors
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -1,6 +1,6 @@
 """Where a training's step goes, without a change to it: calls of torch are replaced by ones that also take the time.
 
-Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (facts.KINDS);
+Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (profile.KINDS);
 what other threads do is not counted. A step ends with the `step` of the optimizer that was the first to step.
 
 What is replaced: DataLoader's `next`, the call of the outermost modules that hold the optimizer's parameters,
@@ -31,8 +31,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from labs.doctor import trainers
-from labs.doctor.causes import PARTS
-from labs.doctor.facts import KINDS, Facts, Line, Loader
+from labs.doctor.bottlenecks import PARTS
+from labs.doctor.profile import KINDS, Line, Loader, Profile
+from labs.doctor.rows import by_batch_ms
 from labs.kit import _compat
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -124,6 +125,8 @@ class Hooks:
         """`folder`: of the script; only lines of files in it are noted."""
         self.folder, self.on_step = os.path.realpath(folder), on_step
         self.spans = Spans()
+        self.probes: Any = None
+        """Of labs.doctor.probes: they see each call of a model."""
         self.recording = False
         """Whether lines and device times are noted."""
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
@@ -134,6 +137,8 @@ class Hooks:
         """Backward passes in which DDP exchanges gradients, while lines are noted."""
         self.loader_starts = 0
         """Iterations over a training's DataLoader that began in this step."""
+        self.restarts = 0
+        """Of these, those that started its workers anew."""
         self.anomaly = False
         """Whether autograd's anomaly detection was on in a backward pass."""
         self.unused_seen = False
@@ -157,8 +162,6 @@ class Hooks:
         self.device: Any = None
         self.synchronised = True
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
-        self.undisturbed = False
-        """Whether steps are taken as they are and do not end so: the device is used as without the doctor."""
         self._own: dict[str, bool] = {}
         self._looked, self._schedules_seen = 0, False
         self._ends_steps(None)
@@ -173,6 +176,7 @@ class Hooks:
         self.traced = False
         """Whether torch.compile has traced something."""
         self._events: list[tuple[str, Any, Any]] = []
+        self._optimizer_began: Any = None
         # What a counterfactual changes, for as long as it lasts
         self.same_batch = False
         """Each batch of the training is the one before."""
@@ -390,16 +394,12 @@ class Hooks:
 
     def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Timed by the host's clock, and on a GPU by events on its stream."""
-        events = None
-        if self.recording and self.device is not None and self.device.type == "cuda":
-            events = [self.torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
+        began = self.mark() if self.recording else None
         try:
             return self._timed(kind, function, args, kwargs)
         finally:
-            if events:
-                events[1].record()
-                self._events.append((kind, *events))
+            if began is not None:
+                self._events.append((kind, began, self.mark()))
 
     # Data
 
@@ -407,7 +407,9 @@ class Hooks:
         def call(loader: Any) -> Any:
             if self._elsewhere():
                 return function(loader)
-            self.loader_starts += loader in self.training
+            if loader in self.training:
+                self.loader_starts += 1
+                self.restarts += bool(loader.num_workers and not loader.persistent_workers)
             return self._timed(self._kind_of(loader), function, (loader,), {})
 
         return call
@@ -507,8 +509,10 @@ class Hooks:
         self._sort(training)
         if self.of_input:
             args, kwargs = self.of_input(given)
+        if self.probes is not None:
+            self.probes.forward(module, training, again, args, kwargs)
         if not training:
-            return self._timed("evaluation", function, args, kwargs)
+            return self._on_device("evaluation", function, args, kwargs)
         function = self.instead.get(id(module), function)
         if not again:
             self._seen(module, *given)
@@ -548,6 +552,17 @@ class Hooks:
             yield
         finally:
             self.spans.thread = thread
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Steps within are no steps of the script: the probes look at none of it."""
+        if self.probes is not None:
+            self.probes.paused = True
+        try:
+            yield
+        finally:
+            if self.probes is not None:
+                self.probes.paused = False
 
     @property
     def samples(self) -> int:
@@ -617,6 +632,7 @@ class Hooks:
             return None
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
         self.spans.enter("optimizer")
+        self._optimizer_began = self.mark() if self.recording else None
         if not any(map(callable, (*args[1:], *kwargs.values()))):
             return None
         return (args[0], *map(self._as_own_code, args[1:])), {name: self._as_own_code(a) for name, a in kwargs.items()}
@@ -643,6 +659,9 @@ class Hooks:
             return
         del self._stepping[id(optimizer)]
         self.spans.leave()
+        if self._optimizer_began is not None:
+            self._events.append(("optimizer", self._optimizer_began, self.mark()))
+            self._optimizer_began = None
         self._find_last(id(optimizer))
         self._others = 0 if id(optimizer) == self._boundary else self._others + 1
         if self._others > GONE * len(self.optimizers):
@@ -684,7 +703,7 @@ class Hooks:
         try:
             self.on_step(seconds)
         finally:
-            self.backwards = self.loader_starts = self._in_batches = self._used = 0
+            self.backwards = self.loader_starts = self.restarts = self._in_batches = self._used = 0
             self._in_calls.clear()
             self._given.clear()
             self.spans.restart()
@@ -713,7 +732,7 @@ class Hooks:
         return event
 
     def device_seconds(self) -> dict[str, float]:
-        """Since it was asked last, by kind; after a synchronisation. Empty without a GPU."""
+        """Of all recorded steps, by kind; after a synchronisation. Empty without a GPU."""
         found: dict[str, float] = defaultdict(float)
         for kind, begun, ended in self._events:
             found[kind] += begun.elapsed_time(ended) / 1e3
@@ -746,6 +765,15 @@ class Hooks:
             for (kind, what, file, line), (calls, s) in self.lines.items()
         ]
         return sorted(found, key=lambda noted: -noted.ms)
+
+
+def _item_line(hooks: Hooks, dataset: Any) -> str:
+    """Where the script's own __getitem__ returns."""
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    if code is None or not os.path.realpath(code.co_filename).startswith(hooks.folder + os.sep):
+        return ""
+    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+    return f"{os.path.basename(code.co_filename)}:{last}  {linecache.getline(code.co_filename, last).strip()}"
 
 
 def length(batch: Any, tensor: type) -> int:
@@ -792,8 +820,8 @@ def _checksum(parameters: Iterable[Any], torch: Any) -> float:
     return total if math.isfinite(total) else 0.0
 
 
-def describe(hooks: Hooks, facts: Facts) -> None:
-    """Write into `facts` what the training consists of. Called at the end of a step, below whatever has called it."""
+def describe(hooks: Hooks, profile: Profile) -> None:
+    """Write into `profile` what the training consists of. Called at the end of a step, below whatever has called it."""
     torch = hooks.torch
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -802,7 +830,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
     modules = [m for root in roots for m in root.modules()]
     ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
     parameters = {id(p): p for root in roots for p in root.parameters()}.values()
-    facts.training = {
+    profile.training = {
         "models": [type(m).__name__ for m in roots],
         "forward_seen": bool(hooks.called),
         "trainer": trainers.calling(sys._getframe()),
@@ -817,7 +845,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
         "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
-        "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
+        "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
         "data_parallel": any(isinstance(m, DataParallel) for m in modules),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
         "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
@@ -828,15 +856,15 @@ def describe(hooks: Hooks, facts: Facts) -> None:
     hooks.ddp = ddp
     searching = [m for m in ddp if m.find_unused_parameters]
     hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
-    facts.device = hooks.device.type if hooks.device is not None else "cpu"
-    if facts.device == "cuda":
-        facts.device_name = torch.cuda.get_device_name(hooks.device)
-    elif facts.device != "cpu" and not hooks.can_wait:
-        facts.unseen.append(f"when {facts.device} is done: torch cannot wait for it, so a step ends on the host")
+    profile.device = hooks.device.type if hooks.device is not None else "cpu"
+    if profile.device == "cuda":
+        profile.device_name = torch.cuda.get_device_name(hooks.device)
+    elif profile.device != "cpu" and not hooks.can_wait:
+        profile.unseen.append(f"when {profile.device} is done: torch cannot wait for it, so a step ends on the host")
     if hooks.loader is not None:
         one = hooks.loader
         batch_size = one.batch_size or getattr(one.batch_sampler, "batch_size", None)
-        facts.loader = Loader(
+        profile.loader = Loader(
             batch_size,
             one.num_workers,
             (one.prefetch_factor or 0) if one.num_workers else 0,
@@ -845,7 +873,9 @@ def describe(hooks: Hooks, facts: Facts) -> None:
             type(one.dataset).__name__,
             type(one.sampler).__name__,
             0.0,
+            by_batch_ms(one.dataset, batch_size),
+            _item_line(hooks, one.dataset),
         )
     if not hooks.called:
         where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
-        facts.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")
+        profile.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")

@@ -61,7 +61,7 @@ class Ranks:
             return words
         return self._heard(store, f"{KEY}/{self.calls}")
 
-    def each_says(self, thing: Any, patience: timedelta = PATIENCE) -> list[Any]:
+    def each_says(self, thing: Any, timeout: timedelta = PATIENCE) -> list[Any]:
         """What each rank says, by rank: anything that JSON can hold."""
         store = self._store()
         if store is None:
@@ -69,7 +69,7 @@ class Ranks:
         self.calls += 1
         keys = [f"{KEY}/{self.calls}/{rank}" for rank in range(self.ranks)]
         store.set(keys[self.rank], json.dumps(thing))
-        return [json.loads(self._heard(store, key, patience)) for key in keys]
+        return [json.loads(self._heard(store, key, timeout)) for key in keys]
 
     def wait(self) -> None:
         """Until all have come here."""
@@ -87,9 +87,9 @@ class Ranks:
             for rank in range(1, self.ranks):
                 self._heard(store, f"{KEY}/gone/{rank}")
 
-    def _heard(self, store: Any, key: str, patience: timedelta = PATIENCE) -> str:
+    def _heard(self, store: Any, key: str, timeout: timedelta = PATIENCE) -> str:
         try:
-            store.wait([key], patience)
+            store.wait([key], timeout)
         except RuntimeError as e:  # torch's DistStoreError is one
             raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
         return store.get(key).decode()

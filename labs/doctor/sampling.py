@@ -14,8 +14,8 @@ import threading
 import time
 from collections import Counter
 
-from labs.doctor.facts import Facts, Line
 from labs.doctor.hooks import Hooks
+from labs.doctor.profile import Line, Profile
 
 PERIOD_S = 0.005
 """On average; by lot, so that it does not go along with the steps. A look takes some 30 us, and the GIL."""
@@ -53,18 +53,18 @@ class Sampler(threading.Thread):
             kind = "model"
         self.seen[kind, *hooks.own_line(frame)] += 1
 
-    def stop(self, facts: Facts) -> None:
-        """Write what was seen into `facts`, as lines."""
+    def stop(self, profile: Profile) -> None:
+        """Write what was seen into `profile`, as lines."""
         self.ended.set()
         self.join()
         for part, kinds in (("prepare", ("model", "prepare")), ("rest", ("loss", "rest"))):
-            spans, looks = facts.spans_s.get(part, []), sum(n for key, n in self.seen.items() if key[0] in kinds)
+            spans, looks = profile.spans_s.get(part, []), sum(n for key, n in self.seen.items() if key[0] in kinds)
             if not spans or not looks:
                 continue
             ms = 1e3 * sum(spans) / len(spans) / looks
-            facts.lines += [
+            profile.lines += [
                 Line(kind, "", file, line, linecache.getline(file, line).strip(), 0.0, n * ms)
                 for (kind, file, line), n in self.seen.items()
                 if kind in kinds and n >= FEWEST
             ]
-        facts.lines.sort(key=lambda line: -line.ms)
+        profile.lines.sort(key=lambda line: -line.ms)

@@ -1,7 +1,7 @@
-"""Runs the script once in a process of its own, the patient; ends it and all that it has started; hands on the facts.
+"""Runs the script once in a process of its own; ends it and all that it has started; hands on what was measured.
 
-Under torchrun each rank's process is a supervisor with a patient of its own. Those of one machine share a folder. The
-first of them waits for the facts of the others, and tells; the others stay until it has.
+Under torchrun each rank's process supervises a process for the script. Those of one machine share a folder. The first
+of them waits for the profiles of the others, and reports; the others stay until it has.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor.facts import Facts, load, without_colours
-from labs.doctor.patience import FIRST_S, LEAST_S, Patience
-from labs.doctor.patient import STACK_SIGNAL, Progress, Settings
+from labs.doctor.profile import Profile, load, without_colours
+from labs.doctor.script_process import STACK_SIGNAL, Progress, Settings
+from labs.doctor.step_timeout import FIRST_S, LEAST_S, StepTimeout
 from labs.kit import supervise
 from labs.kit.errors import BadInput
 from labs.kit.monitor import Monitor, Trace
@@ -40,7 +40,7 @@ if sys.flags.safe_path:
     sys.path.insert(0, root)
 else:
     sys.path[0] = root  # the script's folder takes its place
-from labs.doctor.patient import main
+from labs.doctor.script_process import main
 if sys.flags.safe_path:
     sys.path.remove(root)
 main()
@@ -73,8 +73,8 @@ class Order:
     """The script and its arguments."""
     steps: int = 30
     seconds: float = 40.0
-    patience_s: float | None = None
-    """Without a step; None: as Patience has it."""
+    timeout_s: float | None = None
+    """Without a step; None: as StepTimeout has it."""
     modes: tuple[str, ...] | None = None
     """Counterfactuals, by name; None: all."""
     copy: bool = False
@@ -108,7 +108,7 @@ class Stop:
                 signal.signal(signum, handler)
 
 
-def examine(order: Order, place: Place, tell: Callable[[list[Facts]], None]) -> list[Facts]:
+def examine(order: Order, place: Place, tell: Callable[[list[Profile]], None]) -> list[Profile]:
     """Run the script; `tell` gets the facts of this machine's ranks, in its first rank. All that was made is removed.
 
     Returns these facts; in the other ranks, their own.
@@ -156,7 +156,7 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
 
 
 class Run:
-    """A patient, from its start to its end."""
+    """The script's process, from its start to its end."""
 
     def __init__(self, order: Order, place: Place, folder: Path, mark: str, stop: Stop) -> None:
         self.order, self.place, self.folder, self.mark, self.stop = order, place, folder, mark, stop
@@ -174,7 +174,7 @@ class Run:
             order.module,
         )
         self.output = folder / f"output-{place.rank}.txt"
-        self.how, self.why = "killed", ""  # as in Facts; `why` is empty unless we end the patient
+        self.how, self.why = "killed", ""  # as in Profile; `why` is empty unless we end the script
         self.tail, self._cut, self._shown = b"", b"", 0
         self.others_percent = math.nan
 
@@ -211,14 +211,14 @@ class Run:
         self._read_output()
 
     def watch(self) -> None:
-        """Until the patient has ended, or there is a reason to end it. The first rank watches the machine as well."""
+        """Until the script has ended, or there is a reason to end it. The first rank watches the machine as well."""
         first = self.place.local_rank == 0
         with Monitor(lambda: supervise.at_work(self.folder), MONITOR_S, gpus=()) if first else nullcontext() as monitor:
             self._watch(monitor)
 
     def _watch(self, monitor: Monitor | None) -> None:
         looked = time.monotonic()
-        patience = Patience(self.order.patience_s, looked)
+        timeout = StepTimeout(self.order.timeout_s, looked)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
@@ -228,20 +228,20 @@ class Run:
             if monitor is not None and now > looked + MONITOR_S:
                 looked = now
                 self._note_others(monitor.trace)
-            patience.saw(self.progress.steps, now)
+            timeout.saw(self.progress.steps, now)
             if self.stop.by:
                 self.how, self.why = "stopped", self.stop.by
             elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
-            elif patience.is_over(now):
+            elif timeout.is_over(now):
                 where = (stands := self._stack()) and f": it stands in {stands}"
-                self.how, self.why = "silent", f"no step in {patience.limit_s:g} s{where}"
+                self.how, self.why = "silent", f"no step in {timeout.limit_s:g} s{where}"
             elif (other := self._another_ended(FOLLOW_S)) is not None:
                 self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
             if self.why:
                 return
-            if monitor is not None and patience.is_to_say(now):
-                print(f"labs.doctor: {patience.words(now, self._stack())}", file=sys.stderr, flush=True)
+            if monitor is not None and timeout.is_to_say(now):
+                print(f"labs.doctor: {timeout.words(now, self._stack())}", file=sys.stderr, flush=True)
 
     def _note_others(self, trace: Trace) -> None:
         """What programs outside of this run take of the cores, until the first of its ranks has ended.
@@ -252,7 +252,7 @@ class Run:
             self.others_percent = trace.neighbours_percent
 
     def _ended_before(self, seconds: float) -> bool:
-        """Whether the patient has said so long ago that the script has ended."""
+        """Whether the script has said so long ago that the script has ended."""
         try:
             return time.time() - self.settings.ended_path.stat().st_mtime > seconds
         except OSError:
@@ -295,13 +295,13 @@ class Run:
                     return stood(text, self.order.argv[0])
         return ""
 
-    def _facts(self) -> Facts:
-        """What the patient has left, and what it could not know."""
+    def _facts(self) -> Profile:
+        """What the script has left, and what it could not know."""
         place, argv = self.place, self.order.argv
         try:
-            facts = load(self.settings.facts_path)
+            facts = load(self.settings.profile_path)
         except (OSError, ValueError):
-            facts = Facts(argv[0], argv, place.rank, place.ranks, place.local_ranks)
+            facts = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         facts.steps = max(facts.steps, self.progress.steps)
         cut_short = self.why and self.how != "silent" and not self.settings.ended_path.exists()
         if facts.ended == "running" or cut_short:  # while it tries something risky, its facts are those of an end
@@ -368,7 +368,7 @@ def copied(folder: Path, place: Place, order: Order) -> Path:
     if place.local_rank == 0 and not copy.exists():
         shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         part.rename(copy)
-    until = time.monotonic() + (order.patience_s or FIRST_S)
+    until = time.monotonic() + (order.timeout_s or FIRST_S)
     while not copy.exists() and time.monotonic() < until:
         time.sleep(POLL_S)
     return copy
@@ -378,14 +378,14 @@ def copied(folder: Path, place: Place, order: Order) -> Path:
 
 
 def _final(folder: Path, local_rank: int) -> Path:
-    """Facts of a rank that has ended."""
+    """Profile of a rank that has ended."""
     return folder / f"final-{local_rank}.json"
 
 
-def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Facts]:
-    """Facts of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
-    until = time.monotonic() + (order.patience_s or LEAST_S) + LEAVE_S + FOLLOW_S
-    come = time.monotonic() + min(COME_S, order.patience_s or COME_S)
+def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profile]:
+    """Profile of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
+    until = time.monotonic() + (order.timeout_s or LEAST_S) + LEAVE_S + FOLLOW_S
+    come = time.monotonic() + min(COME_S, order.timeout_s or COME_S)
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from labs.doctor.facts import AS_IS
+from labs.doctor.profile import AS_IS
 from labs.doctor_trial.in_turn import Block, Script, take_turns
 from labs.kit import measure
 

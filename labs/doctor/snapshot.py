@@ -16,14 +16,14 @@ from labs.kit import _compat, host
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
 
-class Kept:
+class StateSnapshot:
     """Parameters, buffers, optimizer, learning rate schedule, loss scale and random state, at the end of a step.
 
     Not: gradients (a step begins without), the place in the data, other models (a moving average, a teacher) and what
     else the script counts.
     """
 
-    def __init__(self, hooks: Hooks, found: Found) -> None:
+    def __init__(self, hooks: Hooks, found: ScriptObjects) -> None:
         torch = self.torch = hooks.torch
         self.device = hooks.device if hooks.device is not None and hooks.device.type == "cuda" else None
         to_host = self.device is not None and not _fits(hooks, self.device)
@@ -58,8 +58,8 @@ class Kept:
             holder.clear()
             holder.update(_own_lists(values))
         with self.torch.no_grad():
-            for tensor, kept in zip(self.tensors, self.copies, strict=True):
-                tensor.detach().copy_(kept)
+            for tensor, copied in zip(self.tensors, self.copies, strict=True):
+                tensor.detach().copy_(copied)
         for schedule, values in self.schedules:
             vars(schedule).update({k: copy.copy(v) for k, v in values.items()})
         random.setstate(self.random)
@@ -97,8 +97,8 @@ def _tensors(hooks: Hooks) -> list[Any]:
 
 
 def _copied(tensor: Any, to_host: bool) -> Any:
-    own = tensor.detach()
-    return own.to("cpu", copy=True) if to_host else own.clone()
+    tensor = tensor.detach()
+    return tensor.to("cpu", copy=True) if to_host else tensor.clone()
 
 
 def _bytes(tensor: Any) -> int:
@@ -116,7 +116,7 @@ def _own_lists(values: dict[str, Any]) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, list) and k != "params" else v for k, v in values.items()}
 
 
-class Found:
+class ScriptObjects:
     """Objects of the script that belong to its optimizers. Looking for them takes tens of milliseconds."""
 
     def __init__(self, hooks: Hooks) -> None:

@@ -1,6 +1,6 @@
-"""The process in which the script runs: it becomes the script, takes the steps that are wanted, and leaves facts.
+"""The process in which the script runs: it becomes the script, takes the steps that are wanted, and leaves profile.
 
-python -m labs.doctor.patient SETTINGS.json     # started by the doctor, once for each rank
+python -m labs.doctor.script_process SETTINGS.json     # started by the doctor, once for each rank
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from labs.doctor.after_import import after_import
-from labs.doctor.facts import Facts, not_reached, without_colours
+from labs.doctor.profile import Profile, not_reached, without_colours
 from labs.doctor.ranks import group
 from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Has the patient write where its threads stand. No script uses the last one; macOS has none."""
+"""Has the script's process write where its threads stand. No script uses the last one; macOS has none."""
 STOPS = 3
 """So many times a script may catch what ends it, by `except:`; then it is ended without asking."""
 MOST_SAID = 300
@@ -48,7 +48,7 @@ class Settings:
     argv: list[str]
     """The script and its arguments."""
     folder: str
-    """For facts and progress of all ranks."""
+    """For profile and progress of all ranks."""
     rank: int = 0
     ranks: int = 1
     local_ranks: int = 1
@@ -57,7 +57,7 @@ class Settings:
     modes: tuple[str, ...] | None = None
     """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
     parent: int = 0
-    """The doctor, with which the patient ends; 0: it does not."""
+    """The doctor, with which the script ends; 0: it does not."""
     module: str = ""
     """Of the script, if it is run by its full name."""
 
@@ -68,9 +68,9 @@ class Settings:
         return path
 
     @property
-    def facts_path(self) -> Path:
-        """Where the rank's facts are."""
-        return Path(self.folder, f"facts-{self.rank}.json")
+    def profile_path(self) -> Path:
+        """Where the rank's profile are."""
+        return Path(self.folder, f"profile-{self.rank}.json")
 
     @property
     def ended_path(self) -> Path:
@@ -103,12 +103,12 @@ class Progress:
         self._bytes[:] = struct.pack("q", n)
 
 
-class Patient:
+class ScriptProcess:
     """A rank that is looked at."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.begun = settings, time.perf_counter()
-        self.facts = Facts(settings.argv[0], settings.argv, settings.rank, settings.ranks, settings.local_ranks)
+        self.profile = Profile(settings.argv[0], settings.argv, settings.rank, settings.ranks, settings.local_ranks)
         self.progress = Progress(settings.folder, settings.rank)
         self.pid, self.stops = os.getpid(), 0
         self.saved = self.begun
@@ -118,67 +118,74 @@ class Patient:
     def watch(self) -> None:
         """From the moment that the script has torch."""
         # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
-        from labs.doctor import state
+        from labs.doctor import usage
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
-        from labs.doctor.turns import OnRequest, plan, price_of_a_call
+        from labs.doctor.schedule import OnRequest, plan, price_of_a_call
 
-        self.state = state
+        self.usage = usage
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
+        with suppress(ImportError):
+            from labs.doctor.probes import Probes
+
+            self.hooks.probes = Probes(self.hooks.folder, scratch=self.settings.folder)
+            self.hooks.probes.install()  # before the hooks, which wrap what it replaces
         self.hooks.install()
-        self.facts.cost["call_s"] = price_of_a_call()
+        self.profile.cost["call_s"] = price_of_a_call()
         if (wanted := self.settings.modes) is None:
             modes = [OnRequest(mode) if mode.on_request else mode for mode in MODES.values()]
         else:
             modes = [MODES[name] for name in MODES if name in wanted]
-        self.plan = plan(self.hooks, self.facts, self.settings.steps, self.settings.seconds, modes)
+        self.plan = plan(self.hooks, self.profile, self.settings.steps, self.settings.seconds, modes)
         next(self.plan)
 
     def stepped(self, spans: dict[str, float]) -> None:
         """At the end of each step, within the script."""
-        self.facts.steps += 1
-        self.progress.steps = self.facts.steps
-        if self.facts.stage == "as it is":
-            self.state.each_step(self.hooks, self.facts)
-        before = self.facts.stage, self.facts.trying
+        self.profile.steps += 1
+        self.progress.steps = self.profile.steps
+        if self.profile.stage == "as it is":
+            self.usage.each_step(self.hooks, self.profile)
+        before = self.profile.stage, self.profile.trying
         try:
             self.plan.send(spans)
         except StopIteration:
             self.stops += 1
-            self.state.note(self.hooks, self.facts, "done")
+            self.usage.note(self.hooks, self.profile, "done")
             self.end("done")
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
-        if self.facts.stage != before[0]:
-            self.state.note(self.hooks, self.facts, self.facts.stage)
-            if self.facts.stage == "as it is":
-                self.facts.training["group"] = group()
-        moved = (self.facts.stage, self.facts.trying) != before
-        if moved or (self.facts.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
+        if self.profile.stage != before[0]:
+            self.usage.note(self.hooks, self.profile, self.profile.stage)
+            if self.profile.stage == "as it is":
+                self.profile.training["group"] = group()
+        moved = (self.profile.stage, self.profile.trying) != before
+        if moved or (self.profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
 
     def save(self) -> None:
         """What is known so far."""
-        facts = self.facts
-        facts.wall_s = time.perf_counter() - self.begun
-        if facts.trying and facts.ended == "running":
+        profile = self.profile
+        profile.wall_s = time.perf_counter() - self.begun
+        if self.hooks is not None and self.hooks.probes is not None:
+            profile.probes = self.hooks.probes.findings()
+        if profile.trying and profile.ended == "running":
             # It may end this process in any way: then this is what there is
-            facts = _given_up(facts, "the script did not get through it")
-        facts.save(self.settings.facts_path)
+            profile = _given_up(profile, "the script did not get through it")
+        profile.save(self.settings.profile_path)
         self.saved = time.perf_counter()
 
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
-        if os.getpid() != self.pid or self.facts.ended != "running":
+        if os.getpid() != self.pid or self.profile.ended != "running":
             return
-        if self.facts.trying and code:  # it would not have ended by itself
-            self.facts = _given_up(self.facts, f"the script fails with it: {error or f'exit code {code}'}")
+        if self.profile.trying and code:  # it would not have ended by itself
+            self.profile = _given_up(self.profile, f"the script fails with it: {error or f'exit code {code}'}")
         else:
-            self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
-        if self.facts.stage == "as it is" and self.facts.step_s:
+            self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
+        if self.profile.stage == "as it is" and self.profile.step_s:
             with suppress(Exception):  # the script has failed, perhaps in torch: what is known is told all the same
-                self.state.note(self.hooks, self.facts, "cut short")
+                self.usage.note(self.hooks, self.profile, "cut short")
         self.save()
         self.settings.ended_path.touch()
 
@@ -199,10 +206,10 @@ class Patient:
             self.end("exit", code)
         except BaseException as e:
             code = 1
-            if not self.facts.trying:  # else it is no error of the script
+            if not self.profile.trying:  # else it is no error of the script
                 traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
             self.end("error", code, _told(e, self.settings.argv[0]))
-        if self.facts.ended == "done":
+        if self.profile.ended == "done":
             code = 0
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed by the script
@@ -214,13 +221,15 @@ class Patient:
         self.leave_at_once(code)
 
 
-def _given_up(facts: Facts, why: str) -> Facts:
+def _given_up(profile: Profile, why: str) -> Profile:
     """As if it had not been tried."""
-    trying, quoted = facts.trying, shlex.quote(facts.trying)
-    turns = {name: of for name, of in facts.turns_s.items() if name != facts.trying}
-    facts = replace(facts, ended="done", turns_s=turns, not_tried=facts.not_tried | {facts.trying: why}, trying="")
+    trying, quoted = profile.trying, shlex.quote(profile.trying)
+    turns = {name: of for name, of in profile.interleaved_s.items() if name != profile.trying}
+    profile = replace(
+        profile, ended="done", interleaved_s=turns, not_tried=profile.not_tried | {profile.trying: why}, trying=""
+    )
     later = f"its turn would have been after {trying!r}, which the script did not get through: --without {quoted}"
-    return replace(facts, left_out=facts.left_out | dict.fromkeys(not_reached(facts), later))
+    return replace(profile, left_out=profile.left_out | dict.fromkeys(not_reached(profile), later))
 
 
 def _told(error: BaseException, script: str) -> str:
@@ -245,9 +254,9 @@ def main() -> None:
         faulthandler.register(STACK_SIGNAL, settings.stack_path.open("w"), all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
-    patient = Patient(settings)
+    process = ScriptProcess(settings)
     builtins.__dict__.setdefault("exit", sys.exit)
-    patient.run()
+    process.run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What cannot be changed within a script's loop: how fast its DataLoader is alone, with other numbers of workers.
 
-Alone, workers have all cores for themselves: what is found is an upper bound of what they give beside a training that
-computes on these cores. It is to be held against the batches that the training takes.
+Alone, workers have all cores for themselves: beside a step that computes on these cores they give less.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from labs.doctor.facts import Facts, Gone
 from labs.doctor.hooks import Hooks, length
+from labs.doctor.profile import Gone, Profile
 from labs.kit import _compat, host
 
 MOST_ROUNDS = 6
@@ -26,12 +25,12 @@ COPIES = 12
 """Of a batch to a GPU, in turn."""
 
 
-class MoreWorkers:
+class OtherLoaders:
     """The training's DataLoader alone, with 0, 1, 2, 4 ... workers in turn, up to one for each core of the rank."""
 
-    name, on_request, needs_restore = "more workers", False, True
+    name, on_request, needs_restore = "other loaders", False, True
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         from torch.utils.data import IterableDataset
 
         loader = hooks.loader
@@ -42,16 +41,18 @@ class MoreWorkers:
         order = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         if iter(order) is order:
             return "its sampler can be used once only"
-        if statistics.fmean(facts.spans_s["data"]) < WORTH * statistics.fmean(facts.step_s):
+        if statistics.fmean(profile.spans_s["data"]) < WORTH * statistics.fmean(profile.step_s):
             return "it hardly waits for data"
+        if profile.loader is not None and profile.loader.by_batch_ms is not None:
+            return "its rows are in memory: one index makes a batch"
         if not loader.num_workers and multiprocessing.get_start_method() != "fork":
             return "workers would import the script anew"
         return ""
 
-    def measure(self, hooks: Hooks, facts: Facts, seconds: float) -> None:
+    def measure(self, hooks: Hooks, profile: Profile, seconds: float) -> None:
         """Into `loader_s`: s per batch, one in each round."""
         ends = time.perf_counter() + seconds
-        cores = max(1, host.core_count() // facts.local_ranks)
+        cores = max(1, host.core_count() // profile.local_ranks)
         counts = sorted({0, hooks.loader.num_workers, *(1 << n for n in range(cores.bit_length()))})
         for done in range(MOST_ROUNDS):
             found = {}
@@ -61,10 +62,10 @@ class MoreWorkers:
                 took = time.perf_counter() - begun
                 if time.perf_counter() + 2 * took > ends:
                     break
-            if done and len(found) < len(facts.loader_s):
+            if done and len(found) < len(counts):
                 return  # rounds stay whole
             for workers, s in found.items():
-                facts.loader_s.setdefault(str(workers), []).append(s)
+                profile.loader_s.setdefault(str(workers), []).append(s)
             if time.perf_counter() > ends:
                 return
             counts = list(found)
@@ -117,8 +118,8 @@ class PinnedMemory:
 
     name, on_request, needs_restore = "pinned memory", False, True
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if facts.device != "cuda":
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if profile.device != "cuda":
             return "it is for copies to a GPU"
         if hooks.loader is None:
             return "its data comes from no DataLoader"
@@ -129,7 +130,7 @@ class PinnedMemory:
             return Gone("its batches are on the GPU")
         return Gone("they are pinned") if all(t.is_pinned() for t in tensors) else ""
 
-    def measure(self, hooks: Hooks, facts: Facts, seconds: float) -> None:
+    def measure(self, hooks: Hooks, profile: Profile, seconds: float) -> None:
         """Into `copy_s`: s per batch, up to the end of the copy."""
         torch, ends = hooks.torch, time.perf_counter() + seconds
         pageable = _on_host(hooks)
@@ -141,7 +142,7 @@ class PinnedMemory:
                 for tensor in tensors:
                     tensor.to(hooks.device, non_blocking=True)
                 torch.cuda.synchronize(hooks.device)
-                facts.copy_s.setdefault(name, []).append(time.perf_counter() - begun)
+                profile.copy_s.setdefault(name, []).append(time.perf_counter() - begun)
             if time.perf_counter() > ends:
                 return
 

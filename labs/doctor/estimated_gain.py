@@ -1,4 +1,4 @@
-"""The arithmetic of a diagnosis: times of a whole job from its ranks' facts, and bounds with their intervals.
+"""The arithmetic: times of a whole job from its ranks' profiles, and estimated gains with their intervals.
 
 A job's step is as long as that of its slowest rank, in each round and in each step anew.
 """
@@ -11,15 +11,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labs.doctor.facts import AS_IS, IN_MOST_STEPS, KINDS, Facts, rare_kinds
+from labs.doctor.profile import AS_IS, IN_MOST_STEPS, KINDS, Profile, rare_kinds
 from labs.kit.measure import Estimate, estimate, fewest
 
 WORTH = 1.05
-"""A cure is told from so many times as fast on: less than that is nobody's afternoon."""
+"""Smaller gains aren't reported."""
 WORTH_INSTEAD = 1.20
-"""A bound by arithmetic that stands in for one that noise has made useless."""
+"""A gain by arithmetic that stands in for one that noise has made useless."""
 WORTH_BY_PARTS = 1.10
-"""By arithmetic a part is worth more than in truth: what waits for it may wait for something else then."""
+"""By arithmetic a part is worth more than in truth: what waits for it may then wait for something else."""
 FINE = 1.10
 """An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
 SAME_WEIGHTS = 1e-9
@@ -30,52 +30,36 @@ BLOCKS = fewest() + 1
 """Of a series that may grow: as many differences between neighbours as an interval needs."""
 
 
-def steps_s(facts: Sequence[Facts]) -> list[float]:
+def steps_s(ranks: Sequence[Profile]) -> list[float]:
     """Each step as it is, of the whole job."""
-    return [max(steps) for steps in zip(*(f.step_s for f in facts), strict=False)]
+    return [max(steps) for steps in zip(*(f.step_s for f in ranks), strict=False)]
 
 
-def beside_s(facts: Sequence[Facts]) -> list[float]:
-    """In each round the step as it is of the whole job, where the device works beside the host and was not waited for.
-
-    With the mean of what only some steps have, which turns leave out. Empty on a CPU, and where too few turns were
-    taken: each of `steps_s` ends when the device is done, which the script's steps do not.
-    """
-    if any(f.device == "cpu" for f in facts):
-        return []
-    spread = [part_s(f, *rare_kinds(f)) for f in facts]
-    rounds = [max(map(sum, zip(of, spread, strict=True))) for of in rounds_s(facts, AS_IS) if of]
-    return rounds if len(rounds) >= fewest() else []
+def even_s(ranks: Sequence[Profile]) -> list[float]:
+    """Steps with what only some have (a validation, a save) spread over all of them."""
+    each = []
+    for f in ranks:
+        lost = lost_s(f, *rare_kinds(f)) or [0.0] * len(f.step_s)
+        each.append([s - part + statistics.fmean(lost) for s, part in zip(f.step_s, lost, strict=True)])
+    return [max(steps) for steps in zip(*each, strict=False)]
 
 
-def even_s(facts: Sequence[Facts]) -> list[float]:
-    """Steps (or rounds: `beside_s`) with what only some have (a validation, a save) spread over all of them."""
-    if rounds := beside_s(facts):
-        return rounds
-    ranks = []
-    for f in facts:
-        rare = [f.spans_s[k] for k in rare_kinds(f)]
-        lost = [sum(of) for of in zip(*rare, strict=True)] or [0.0] * len(f.step_s)
-        ranks.append([s - part + statistics.fmean(lost) for s, part in zip(f.step_s, lost, strict=True)])
-    return [max(steps) for steps in zip(*ranks, strict=False)]
-
-
-def samples_per_s(facts: Sequence[Facts]) -> Estimate | None:
+def samples_per_s(ranks: Sequence[Profile]) -> Estimate | None:
     """Of all ranks together; None if no rank could count its samples."""
-    if any(not f.samples for f in facts) or not steps_s(facts):
+    if any(not f.samples for f in ranks) or not steps_s(ranks):
         return None
-    samples = sum(f.samples for f in facts)
-    return estimate([samples / s for s in even_s(facts)], "samples/s", resamples=RESAMPLES)
+    samples = sum(f.samples for f in ranks)
+    return estimate([samples / s for s in even_s(ranks)], "samples/s", resamples=RESAMPLES)
 
 
-def part_s(facts: Facts, *kinds: str) -> float:
+def part_s(profile: Profile, *kinds: str) -> float:
     """Mean per step; parts that are not in every step count as what they cost on average."""
-    return sum(statistics.fmean(facts.spans_s[k]) for k in kinds if facts.spans_s.get(k))
+    return sum(statistics.fmean(profile.spans_s[k]) for k in kinds if profile.spans_s.get(k))
 
 
-def rounds_s(facts: Sequence[Facts], mode: str) -> list[list[float] | None]:
+def rounds_s(ranks: Sequence[Profile], mode: str) -> list[list[float] | None]:
     """By round: the mean step of each rank in its turn of a mode; None where one of them has had none."""
-    turns = [f.turns_s.get(mode, []) for f in facts]
+    turns = [f.interleaved_s.get(mode, []) for f in ranks]
     whole = [max(map(len, of), default=0) for of in turns]  # the last turn of a run that was ended may lack steps
     return [
         [statistics.fmean(turn) for turn in turns_of] if all(map(_is_whole, turns_of, whole)) else None
@@ -87,31 +71,34 @@ def _is_whole(turn: Sequence[float], steps: int) -> bool:
     return bool(turn) and len(turn) == steps
 
 
-def pairs_s(facts: Sequence[Facts], mode: str) -> list[tuple[float, float]]:
+def pairs_s(ranks: Sequence[Profile], mode: str) -> list[tuple[float, float]]:
     """The job's step as it is and in a mode, in each round that has both."""
-    both = zip(rounds_s(facts, AS_IS), rounds_s(facts, mode), strict=False)
+    both = zip(rounds_s(ranks, AS_IS), rounds_s(ranks, mode), strict=False)
     return [(max(a), max(b)) for a, b in both if a and b]
 
 
-def in_turn(facts: Sequence[Facts], mode: str) -> Estimate | None:
-    """How many times as fast, per sample: median over rounds of as it is / mode. None if it was not tried."""
-    ratios = ratios_of(facts, mode)
-    return of_ratios(ratios, looks(facts)) if ratios else None
+def interleaved(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> Estimate | None:
+    """How many times as fast, per sample: median over rounds of as it is / mode. None if it wasn't tried.
+
+    `more_s`: what a step with the fix takes besides.
+    """
+    ratios = ratios_of(ranks, mode, more_s)
+    return of_ratios(ratios, looks(ranks)) if ratios else None
 
 
-def ratios_of(facts: Sequence[Facts], mode: str) -> list[float]:
+def ratios_of(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> list[float]:
     """As it is / mode, per sample, in each round.
 
     A larger batch is one that was loaded already, given twice: a real one waits for its data as often as it is larger.
     """
-    factor = facts[0].samples_factor.get(mode, 1.0)
-    more_s = (factor - 1) * max(part_s(f, "data") for f in facts) if factor > 1 else 0.0
-    return [factor * a / (b + more_s) for a, b in pairs_s(facts, mode) if b > 0]
+    factor = ranks[0].samples_factor.get(mode, 1.0)
+    more_s += (factor - 1) * max(part_s(f, "data") for f in ranks) if factor > 1 else 0.0
+    return [factor * a / (b + more_s) for a, b in pairs_s(ranks, mode) if b > 0]
 
 
-def looks(facts: Sequence[Facts]) -> int:
+def looks(ranks: Sequence[Profile]) -> int:
     """How many intervals are looked at: of each counterfactual, and of which rank is late."""
-    return max(len(facts[0].turns_s) - 1, 0) + len(facts)
+    return max(len(ranks[0].interleaved_s) - 1, 0) + len(ranks)
 
 
 def of_ratios(ratios: Sequence[float], looks: int) -> Estimate:
@@ -156,7 +143,7 @@ def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
     Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves; if it
     comes at regular distances, its interval is that of `_of_regular`. None if there is no step.
     """
-    pairs = [(s, s - min(p, 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
+    pairs = [(s, s - min(max(p, 0.0), 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
     if not pairs:
         return None
     import numpy as np
@@ -188,29 +175,29 @@ def _of_regular(lost: Sequence[float], left: float) -> Estimate | None:
     return Estimate(1 + sum(took) / len(lost) / left, 1 + low, 1 + high, len(lost), "x")
 
 
-def from_parts(facts: Sequence[Facts], *kinds: str) -> tuple[Estimate | None, Facts]:
-    """Bound without these parts, by arithmetic, and of which rank: the one that has most of them.
+def from_parts(ranks: Sequence[Profile], *kinds: str) -> tuple[Estimate | None, Profile]:
+    """Gain without these parts, by arithmetic, and of which rank: the one that has most of them.
 
     None on a device that works beside the host: what the host does meanwhile costs nothing. Of rare parts it is there,
     too: by how much the steps that have them are longer than the others.
     """
-    most = max(facts, key=lambda f: part_s(f, *kinds))
+    most = max(ranks, key=lambda f: part_s(f, *kinds))
     hidden = most.device != "cpu" and not _are_rare(most, kinds)
-    return (None if hidden else without(steps_s(facts), lost_s(most, *kinds))), most
+    return (None if hidden else without(steps_s(ranks), lost_s(most, *kinds))), most
 
 
-def lost_s(facts: Facts, *kinds: str) -> list[float]:
+def lost_s(profile: Profile, *kinds: str) -> list[float]:
     """What parts take of each step; rare ones, on a device beside the host, with the device's share in them."""
-    parts = [facts.spans_s.get(k, [0.0] * len(facts.step_s)) for k in kinds]
+    parts = [profile.spans_s.get(k, [0.0] * len(profile.step_s)) for k in kinds]
     lost = [sum(of) for of in zip(*parts, strict=False)]
-    if facts.device == "cpu" or not _are_rare(facts, kinds):
+    if profile.device == "cpu" or not _are_rare(profile, kinds):
         return lost
-    return longer_s(facts.step_s, [i for i, s in enumerate(lost) if s])
+    return longer_s(profile.step_s, [i for i, s in enumerate(lost) if s])
 
 
-def _are_rare(facts: Facts, kinds: Sequence[str]) -> bool:
+def _are_rare(profile: Profile, kinds: Sequence[str]) -> bool:
     """Whether only some steps have them: by how much these are longer prices them on any device."""
-    return set(kinds) <= set(rare_kinds(facts))
+    return set(kinds) <= set(rare_kinds(profile))
 
 
 def longer_s(steps: Sequence[float], at: Sequence[int]) -> list[float]:
@@ -219,12 +206,12 @@ def longer_s(steps: Sequence[float], at: Sequence[int]) -> list[float]:
     return [max(0.0, s - usual) if i in at else 0.0 for i, s in enumerate(steps)]
 
 
-def split(facts: Sequence[Facts]) -> bool:
+def split(ranks: Sequence[Profile]) -> bool:
     """Whether ranks train different weights: a pipeline's stages, shards of tensors, or models of their own.
 
     They then do different work by design, and wait for each other by design.
     """
-    of = [f.training for f in facts]
+    of = [f.training for f in ranks]
     if len({row.get("shapes") for row in of}) > 1:
         return True
     if any(row.get("ddp") or row.get("fsdp") for row in of):  # which hold the same weights, or even shards of them
@@ -233,16 +220,16 @@ def split(facts: Sequence[Facts]) -> bool:
     return max(sums) - min(sums) > SAME_WEIGHTS * max(map(abs, sums))
 
 
-def enough(bound: Estimate | None) -> bool:
+def enough(gain: Estimate | None) -> bool:
     """Whether its interval rests on as many samples as one needs."""
-    return bound is not None and bound.n >= fewest()
+    return gain is not None and gain.n >= fewest()
 
 
-def standing(bound: Estimate, worth: float = WORTH) -> str:
+def standing(gain: Estimate, worth: float = WORTH) -> str:
     """ "gain", "fine" (too little to gain) or "unclear" (this run cannot tell)."""
-    if enough(bound) and bound.low > 1 and bound.value >= worth:
+    if enough(gain) and gain.low > 1 and gain.value >= worth:
         return "gain"
-    return "fine" if enough(bound) and bound.high < FINE else "unclear"
+    return "fine" if enough(gain) and gain.high < FINE else "unclear"
 
 
 def growth(series: Sequence[float], unit: str, at: Sequence[float] = ()) -> Estimate | None:
@@ -270,24 +257,24 @@ class Own:
     """One list for each rank, of rounds or of steps:"""
     job: list[float]
     """the job's step as it is, in each of them."""
-    in_turn: bool
+    interleaved: bool
     """Measured without exchange; otherwise the sum of parts in which nobody waits."""
 
 
-def own_in_turn(facts: Sequence[Facts]) -> Own | None:
+def own_interleaved(ranks: Sequence[Profile]) -> Own | None:
     """None for one rank, and where nothing could be taken without exchange."""
-    both = zip(rounds_s(facts, AS_IS), rounds_s(facts, NO_EXCHANGE), strict=False)
+    both = zip(rounds_s(ranks, AS_IS), rounds_s(ranks, NO_EXCHANGE), strict=False)
     rounds = [(max(a), b) for a, b in both if a and b]
-    if len(facts) < 2 or not rounds:
+    if len(ranks) < 2 or not rounds:
         return None
-    return Own([[b[rank] for _, b in rounds] for rank in range(len(facts))], [a for a, _ in rounds], True)
+    return Own([[b[rank] for _, b in rounds] for rank in range(len(ranks))], [a for a, _ in rounds], True)
 
 
-def own_from_parts(facts: Sequence[Facts]) -> Own | None:
+def own_from_parts(ranks: Sequence[Profile]) -> Own | None:
     """None for one rank, and on devices whose work the host's clock does not see."""
-    if len(facts) < 2 or facts[0].device != "cpu":
+    if len(ranks) < 2 or ranks[0].device != "cpu":
         return None
-    mine = [k for k in KINDS if k not in ("backward", "exchange", "synchronise")]
-    job = steps_s(facts)
-    own = [[sum(f.spans_s[k][i] for k in mine if k in f.spans_s) for i in range(len(job))] for f in facts]
-    return Own(own, job, False)
+    alone = [k for k in KINDS if k not in ("backward", "exchange", "synchronise")]
+    job = steps_s(ranks)
+    own_s = [[sum(f.spans_s[k][i] for k in alone if k in f.spans_s) for i in range(len(job))] for f in ranks]
+    return Own(own_s, job, False)

@@ -1,4 +1,4 @@
-"""What the doctor has seen of one rank of a training: plain numbers, as JSON. All it says is computed from these."""
+"""What was measured of one rank: plain numbers, as JSON. All that the report says is computed from these."""
 
 from __future__ import annotations
 
@@ -73,10 +73,14 @@ class Loader:
     sampler: str
     wait_ms: float
     """Median wait for a batch in a step as it is."""
+    by_batch_ms: float | None = None
+    """Of one index for a whole batch, where samples are rows of tensors or arrays that the dataset holds."""
+    item: str = ""
+    """Where the dataset's __getitem__ is in the script: "file:line  code"."""
 
 
 @dataclass
-class Facts:
+class Profile:
     """Of one rank. Times in s, sizes in bytes, unless a name says otherwise. Empty where nothing was seen."""
 
     script: str
@@ -100,14 +104,14 @@ class Facts:
     steps: int = 0
     """Optimizer steps that were seen, warm-up included."""
     wall_s: float = 0.0
-    """From the patient's start to its end."""
+    """From the start of the script's process to its end."""
 
     step_s: list[float] = field(default_factory=list)
-    """Each step that was looked at as it is."""
+    """Each step that was measured as it is: on a GPU by its own clock, from the end of one step to that of the next."""
     spans_s: dict[str, list[float]] = field(default_factory=dict)
     """By kind, for each of these steps: they sum to the step."""
     device_s: dict[str, list[float]] = field(default_factory=dict)
-    """On a GPU: by kind, time between events on its stream."""
+    """On a GPU: by kind, time between events on its stream. `spans_s` is the host's."""
     micro_batches: float = 1.0
     """Backward passes per optimizer step."""
     samples: float | None = None
@@ -115,8 +119,12 @@ class Facts:
     lines: list[Line] = field(default_factory=list)
     """Costliest first."""
     loader: Loader | None = None
+    restarts: list[int] = field(default_factory=list)
+    """Of these steps those in which workers were started anew, for an epoch."""
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    """What labs.doctor.probes has seen of wrong results."""
 
-    turns_s: dict[str, list[list[float]]] = field(default_factory=dict)
+    interleaved_s: dict[str, list[list[float]]] = field(default_factory=dict)
     """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
     with the others; an empty list in rounds in which it had no turn. Parts of `rare` are not in it."""
     rare: list[str] = field(default_factory=list)
@@ -137,7 +145,7 @@ class Facts:
     """That were given for them."""
 
     loader_s: dict[str, list[float]] = field(default_factory=dict)
-    """By number of workers: time per batch of the training's DataLoader alone, as fast as it can; one per round."""
+    """By number of workers: time per batch of the DataLoader alone, as fast as it can; one per round."""
     copy_s: dict[str, list[float]] = field(default_factory=dict)
     """On a GPU, "pageable" and "pinned": copying a batch to it, in turn."""
 
@@ -175,38 +183,38 @@ def without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text).replace("\x1b", "")
 
 
-def load(path: Path) -> Facts:
+def load(path: Path) -> Profile:
     """ValueError if it is no such file."""
     return from_json(json.loads(path.read_text()))
 
 
-def from_json(row: dict[str, Any]) -> Facts:
+def from_json(row: dict[str, Any]) -> Profile:
     """ValueError if it was not written by `save`."""
-    known = {f.name for f in fields(Facts)}
+    known = {f.name for f in fields(Profile)}
     if not isinstance(row, dict) or not {"script", "argv", "step_s"} <= set(row) <= known:
-        raise ValueError("no facts of the doctor's")
-    facts = Facts(**row)
-    facts.lines = [Line(**line) for line in row["lines"]]
-    facts.loader = Loader(**row["loader"]) if row["loader"] else None
-    return facts
+        raise ValueError("no profile of a rank")
+    found = Profile(**row)
+    found.lines = [Line(**line) for line in row["lines"]]
+    found.loader = Loader(**row["loader"]) if row["loader"] else None
+    return found
 
 
-TRIALS = {"more workers": "loader_s", "pinned memory": "copy_s"}
+TRIALS = {"other loaders": "loader_s", "pinned memory": "copy_s"}
 """What is tried beside the script's loop, and where its times are."""
 
 
-def not_reached(facts: Facts) -> list[str]:
+def not_reached(profile: Profile) -> list[str]:
     """What was wanted and has no time and no reason: the run ended before."""
-    taken = {*facts.turns_s, *(name for name, times in TRIALS.items() if getattr(facts, times))}
-    return [name for name in facts.planned if name not in taken | facts.not_tried.keys() | facts.left_out.keys()]
+    taken = {*profile.interleaved_s, *(name for name, times in TRIALS.items() if getattr(profile, times))}
+    return [name for name in profile.planned if name not in taken | profile.not_tried.keys() | profile.left_out.keys()]
 
 
-def share_of_steps(facts: Facts, kind: str) -> float:
+def share_of_steps(profile: Profile, kind: str) -> float:
     """How many of the steps as they are have a part of this kind."""
-    seen = facts.spans_s.get(kind, [])
+    seen = profile.spans_s.get(kind, [])
     return sum(s > 0 for s in seen) / len(seen) if seen else 0.0
 
 
-def rare_kinds(facts: Facts) -> list[str]:
+def rare_kinds(profile: Profile) -> list[str]:
     """Kinds of NOW_AND_THEN that some steps have, and fewer than IN_MOST_STEPS."""
-    return [kind for kind in NOW_AND_THEN if 0 < share_of_steps(facts, kind) < IN_MOST_STEPS]
+    return [kind for kind in NOW_AND_THEN if 0 < share_of_steps(profile, kind) < IN_MOST_STEPS]

@@ -11,7 +11,7 @@ SAY_S = 60.0
 """From one word about a first step that has not come to the next."""
 
 
-class Patience:
+class StepTimeout:
     """Of a run that begins at `now`, in s of one clock. `given_s`: between any two steps, and until the first."""
 
     def __init__(self, given_s: float | None, now: float) -> None:
@@ -47,6 +47,6 @@ class Patience:
         where = f"; the script stands in {stands}" if stands else ""
         return (
             f"no step of an optimizer for {now - self.begun:.0f} s, the first is waited for up to "
-            f"{self.limit_s:g} s (--patience){where}; steps of ranks that it starts itself (mp.spawn) are "
+            f"{self.limit_s:g} s (--timeout){where}; steps of ranks that it starts itself (mp.spawn) are "
             "not seen: then end this, and start them by torchrun"
         )

@@ -1,8 +1,8 @@
-"""Facts as a patient would leave them, with times that a test has planted."""
+"""Profile as a patient would leave them, with times that a test has planted."""
 
 import random
 
-from labs.doctor.facts import AS_IS, KINDS, Facts, Loader
+from labs.doctor.profile import AS_IS, KINDS, Loader, Profile
 
 STEP_S = 0.050
 WELL = {"data": 0.02, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "rest": 0.04, "prepare": 0.02}
@@ -40,14 +40,14 @@ def made(
         "machine": {"cores": 2, "threads": 1, "cpu_share": 1.0},
         "cost": {"calls": 20.0, "call_s": 1e-6, "s": 2e-5},
     }
-    return Facts(
+    return Profile(
         script,
         [script, "--lr", "0.1"],
         rank=rank,
         ranks=ranks,
         local_ranks=ranks,
         spans_s=spans,
-        turns_s=turns,
+        interleaved_s=turns,
         step_s=[sum(of[i] for of in spans.values()) for i in range(steps)],
         **values | more,
     )

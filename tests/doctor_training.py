@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import torch
 
 from labs.doctor import hooks as hooks_module
-from labs.doctor.facts import Facts
 from labs.doctor.hooks import Hooks, describe
-from labs.doctor.turns import plan
+from labs.doctor.profile import Profile
+from labs.doctor.schedule import plan
 
 HERE = str(Path(__file__).parent)
 
@@ -57,8 +57,8 @@ def seconds_of_steps(training, steps=12, recording=True):
 
 
 def look_at(training, modes, steps=3, seconds=60.0):
-    """Facts of a whole run."""
-    facts = Facts("train.py", ["train.py"])
+    """Profile of a whole run."""
+    facts = Profile("train.py", ["train.py"])
 
     def stepped(seconds):
         stage = facts.stage

@@ -4,7 +4,7 @@ A counterfactual's steps stand beside steps as they are in each round, so that a
 each of its turns model, optimizer and random state are copied, and put back after it: what the script trains goes on
 from steps as they are alone, with other batches of its data. All ranks do the same in the same step: rank 0 says what.
 
-What the script may not survive comes last, one after the other: what was seen before is safe in the facts by then.
+What the script may not survive comes last, one after the other: what was seen before is safe in the profile by then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from labs.doctor import state
-from labs.doctor.facts import AS_IS, Facts, Gone, not_reached, rare_kinds
+from labs.doctor import usage
 from labs.doctor.hooks import Hooks
-from labs.doctor.kept import Found, Kept
+from labs.doctor.profile import AS_IS, Gone, Profile, not_reached, rare_kinds
 from labs.doctor.ranks import Apart, Ranks
+from labs.doctor.snapshot import ScriptObjects, StateSnapshot
 from labs.kit import _compat
 
 WARM_UP = 5
@@ -74,10 +74,10 @@ class Mode(Protocol):
     on_request: bool
     """Tried only if its name is given: it takes long."""
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         """Why it cannot be tried or would show nothing; "" if it can."""
 
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
+    def promise(self, hooks: Hooks, profile: Profile) -> float:
         """Share of a step that it may save, by a guess from the steps as they are: time goes where there is most."""
 
     def enter(self, hooks: Hooks) -> None:
@@ -93,11 +93,11 @@ class Trial(Protocol):
     name: str
     on_request: bool
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         """As that of a Mode."""
 
-    def measure(self, hooks: Hooks, facts: Facts, seconds: float) -> None:
-        """Into `facts`, within the time."""
+    def measure(self, hooks: Hooks, profile: Profile, seconds: float) -> None:
+        """Into `profile`, within the time."""
 
 
 class OnRequest:
@@ -107,36 +107,38 @@ class OnRequest:
         self.name, self.mode = mode.name, mode
 
 
-def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence[Mode | Trial | OnRequest]) -> Steps:
-    """All steps that are wanted, noted in `facts`. Ends when they are done. `seconds`: for what is after `steps`."""
+def plan(
+    hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Sequence[Mode | Trial | OnRequest]
+) -> Steps:
+    """All steps that are wanted, noted in `profile`. Ends when they are done. `seconds`: for what is after `steps`."""
     wanted = [mode for mode in modes if not isinstance(mode, OnRequest)]
-    facts.seconds, facts.planned = seconds, [mode.name for mode in wanted]
-    ranks = Ranks(facts.ranks)
+    profile.seconds, profile.planned = seconds, [mode.name for mode in wanted]
+    ranks = Ranks(profile.ranks)
     try:
-        facts.stage = "warm-up"
+        profile.stage = "warm-up"
         yield from _warm_up(hooks, ranks)
-        facts.stage = "as it is"
+        profile.stage = "as it is"
         begun = time.perf_counter()
-        yield from _as_it_is(hooks, facts, ranks, steps, EXTRA_SHARE * seconds)
-        longer_s = (time.perf_counter() - begun) * (1 - steps / len(facts.step_s))  # than it would have taken
-        facts.stage = "in turn"
+        yield from _as_it_is(hooks, profile, ranks, steps, EXTRA_SHARE * seconds)
+        longer_s = (time.perf_counter() - begun) * (1 - steps / len(profile.step_s))  # than it would have taken
+        profile.stage = "in turn"
         yield  # what the process uses is looked at here, before anything is copied
         if ranks.alone:
             raise Apart("the doctor is not in the ranks that the script has started itself")
         for mode in (mode.mode for mode in modes if isinstance(mode, OnRequest)):
-            if why := mode.why_not(hooks, facts):
-                facts.not_tried[mode.name] = why
-                facts.gone += [mode.name] if isinstance(why, Gone) else []
+            if why := mode.why_not(hooks, profile):
+                profile.not_tried[mode.name] = why
+                profile.gone += [mode.name] if isinstance(why, Gone) else []
             else:
-                facts.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
-        yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(wanted)
+                profile.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
+        yield from _Interleaved(hooks, profile, ranks, seconds - longer_s).all(wanted)
     except Apart as e:
-        if not facts.step_s:
-            facts.error = str(e)
-        facts.unseen.append(f"counterfactuals: {e}")
-        facts.left_out |= dict.fromkeys(not_reached(facts), str(e))
+        if not profile.step_s:
+            profile.error = str(e)
+        profile.unseen.append(f"counterfactuals: {e}")
+        profile.left_out |= dict.fromkeys(not_reached(profile), str(e))
     ranks.part()
-    facts.stage = "done"
+    profile.stage = "done"
 
 
 def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
@@ -151,68 +153,75 @@ def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
             return
 
 
-def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: float) -> Steps:
+def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s: float) -> Steps:
     """Where their time goes. What is noted for each line is that of these steps.
 
     More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
     """
     hooks.recording, hooks.spans.calls, graphs = True, 0, [_compat.compiled_graphs()]
-    backwards, samples = [], []
+    backwards, samples, marks = [], [], [hooks.mark()]
+    hooks.synchronised = marks[0] is None  # a GPU has a clock of its own: it isn't waited for
     done, wanted = 0, steps
     while done < wanted:
         spans = yield
         done += 1
-        facts.step_s.append(sum(spans.values()))
+        profile.step_s.append(sum(spans.values()))
         for kind, s in spans.items():
-            facts.spans_s.setdefault(kind, []).append(s)
-        for kind, s in hooks.device_seconds().items():
-            facts.device_s.setdefault(kind, []).append(s)
+            profile.spans_s.setdefault(kind, []).append(s)
+        profile.restarts += [done - 1] if hooks.restarts else []
+        marks.append(hooks.mark())
         backwards.append(hooks.backwards), samples.append(hooks.samples), graphs.append(_compat.compiled_graphs())
-        facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
-        facts.lines = hooks.noted_lines(done)
-        facts.cost["calls"] = hooks.spans.calls / done
+        profile.micro_batches, profile.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
+        profile.lines = hooks.noted_lines(done)
+        profile.cost["calls"] = hooks.spans.calls / done
         if done == steps:
-            wanted += min(ranks.each_says(min(max(ranks.each_says(_more_events(facts))), _that_last(facts, extra_s))))
-    facts.training["exchanges"] = hooks.exchanges / wanted
+            more = max(ranks.each_says(_more_events(profile)))
+            wanted += min(ranks.each_says(min(more, _that_last(profile, extra_s))))
+    hooks.recording, hooks.synchronised = False, True
+    if marks[0] is not None:
+        hooks.synchronise()
+        profile.step_s = [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+        profile.device_s = {kind: [s / wanted] for kind, s in hooks.device_seconds().items()}
+    profile.training["exchanges"] = hooks.exchanges / wanted
     made = [after - before for before, after in itertools.pairwise(graphs)]
-    facts.compiles |= {"in_steps": sum(made), "at": [i for i, n in enumerate(made) if n]}
-    facts.rare = rare_kinds(facts)
-    hooks.recording = False
+    profile.compiles |= {"in_steps": sum(made), "at": [i for i, n in enumerate(made) if n]}
+    profile.rare = rare_kinds(profile)
 
 
-def _more_events(facts: Facts) -> int:
+def _more_events(profile: Profile) -> int:
     """Further steps after which each rare thing that costs much has been seen EVENTS times; 0 if there is none."""
-    rare = [facts.spans_s[kind] for kind in rare_kinds(facts)]
-    dear = [of for of in rare if sum(of) > COSTLY * sum(facts.step_s)]
+    rare = [profile.spans_s[kind] for kind in rare_kinds(profile)]
+    rare += [[s * (i in profile.restarts) for i, s in enumerate(profile.spans_s["data"])]] if profile.restarts else []
+    dear = [of for of in rare if sum(of) > COSTLY * sum(profile.step_s)]
     seen = [sum(s > 0 for s in of) for of in dear]
-    return max((math.ceil((EVENTS - n) * len(facts.step_s) / n) for n in seen if n < EVENTS), default=0)
+    return max((math.ceil((EVENTS - n) * len(profile.step_s) / n) for n in seen if n < EVENTS), default=0)
 
 
-def _that_last(facts: Facts, seconds: float) -> int:
-    return int(seconds / statistics.fmean(facts.step_s))
+def _that_last(profile: Profile, seconds: float) -> int:
+    return int(seconds / statistics.fmean(profile.step_s))
 
 
-class _InTurn:
+class _Interleaved:
     """Rounds of turns, within a time."""
 
-    def __init__(self, hooks: Hooks, facts: Facts, ranks: Ranks, seconds: float) -> None:
-        self.hooks, self.facts, self.ranks = hooks, facts, ranks
+    def __init__(self, hooks: Hooks, profile: Profile, ranks: Ranks, seconds: float) -> None:
+        self.hooks, self.profile, self.ranks = hooks, profile, ranks
         self.ends, self.seconds = time.perf_counter() + seconds, seconds
-        self.kept: Kept | None = None
+        self.snapshot: StateSnapshot | None = None
         """Copies, as long as they are those of the last step as it is."""
-        self.found: Found | None = None
+        self.found: ScriptObjects | None = None
         self.fastest_s: dict[str, list[float]] = {}
         """By name: the fastest step of each turn."""
         self.step_s, self.steps, self.settle, self.drain = json.loads(ranks.first_says(json.dumps(self._lengths())))
 
     def _lengths(self) -> tuple[float, int, int, int]:
         """A step in s; steps of a turn that count, and before them; steps after one that took no batches."""
-        step_s, loader = statistics.median(self.facts.step_s), self.facts.loader
-        waits = statistics.fmean(self.facts.spans_s.get("data", [0.0])) > 0.02 * step_s
-        steps = max(1 if self.facts.device == "cpu" else LEAST_STEPS, min(MOST_STEPS, round(TURN_S / step_s)))
+        step_s, loader = statistics.median(self.profile.step_s), self.profile.loader
+        waits = statistics.fmean(self.profile.spans_s.get("data", [0.0])) > 0.02 * step_s
+        steps = max(1 if self.profile.device == "cpu" else LEAST_STEPS, min(MOST_STEPS, round(TURN_S / step_s)))
         if loader and loader.workers and waits:  # their batches come in bursts of as many
             steps = max(steps, min(loader.workers, round(BURST_S / step_s)))
-        settle = int(step_s < TURN_S or self.facts.device != "cpu")
+        settle = int(step_s < TURN_S or self.profile.device != "cpu")
         # After steps that took no batches workers have some ready, which a step as it is must first use up
         ready = min(loader.workers * loader.prefetch, 1 + settle + steps) if loader else 0
         return step_s, steps, settle, 1 + ready
@@ -221,7 +230,7 @@ class _InTurn:
         """Those that can be tried: first all that are harmless together, then one after the other."""
         tried = self._that_can(modes)
         trials = [mode for mode in tried if hasattr(mode, "measure")]
-        promises = {mode.name: mode.promise(self.hooks, self.facts) for mode in tried if mode not in trials}
+        promises = {mode.name: mode.promise(self.hooks, self.profile) for mode in tried if mode not in trials}
         promises = json.loads(self.ranks.first_says(json.dumps(promises)))
         safe = [mode for mode in tried if mode not in trials and not mode.risky]
         risky = sorted((mode for mode in tried if mode not in trials and mode.risky), key=lambda m: -promises[m.name])
@@ -234,26 +243,26 @@ class _InTurn:
             left = self.ends - time.perf_counter()
             yield from self._stage(stage, left * weight[0] / sum(weight))
         for trial in trials:
-            self.facts.trying = trial.name
+            self.profile.trying = trial.name
             yield from self._steps_as_they_are(1)
             self._keep()
-            with self.hooks.aside():
-                trial.measure(self.hooks, self.facts, trial_s)
-            self.kept.restore()  # random state: a sampler draws from it
-            self.facts.trying = ""
+            with self.hooks.aside(), self.hooks.unobserved():
+                trial.measure(self.hooks, self.profile, trial_s)
+            self.snapshot.restore()  # random state: a sampler draws from it
+            self.profile.trying = ""
 
     def _that_can(self, modes: Sequence[Mode | Trial]) -> list[Mode | Trial]:
         """On all ranks."""
-        reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.facts))}
-        self.facts.gone += [name for name, why in reasons.items() if isinstance(why, Gone)]
-        if not Kept.room(self.hooks, self.facts.local_ranks):
+        reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.profile))}
+        self.profile.gone += [name for name, why in reasons.items() if isinstance(why, Gone)]
+        if not StateSnapshot.room(self.hooks, self.profile.local_ranks):
             mine = "no memory is left for copies of model and optimizer, to put them back after it"
             reasons |= {
                 mode.name: mine for mode in modes if getattr(mode, "needs_restore", False) and mode.name not in reasons
             }
         for of_rank in self.ranks.each_says(reasons):
-            self.facts.not_tried |= of_rank | self.facts.not_tried
-        return [mode for mode in modes if mode.name not in self.facts.not_tried]
+            self.profile.not_tried |= of_rank | self.profile.not_tried
+        return [mode for mode in modes if mode.name not in self.profile.not_tried]
 
     def _round_steps(self, stage: Sequence[Mode]) -> int:
         """In one round."""
@@ -266,24 +275,24 @@ class _InTurn:
         `share`: of all seconds, those for turns.
         """
         have = float(self.ranks.first_says(str(self.ends - time.perf_counter())))
-        given = self.seconds if self.facts.seconds is None else self.facts.seconds
+        given = self.seconds if self.profile.seconds is None else self.profile.seconds
         while stages and (need := LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages))) > have:
             mode = min((m for of in stages for m in of), key=lambda m: promises[m.name])
             # With so many seconds this one and all that promise more have their rounds
             enough = math.ceil(given + SPARE * (need - have) / share)
-            self.facts.left_out[mode.name] = f"{given:g} s are too short for it: --seconds {enough}"
-            stages = [kept for of in stages if (kept := [m for m in of if m is not mode])]
+            self.profile.left_out[mode.name] = f"{given:g} s are too short for it: --seconds {enough}"
+            stages = [rest for of in stages if (rest := [m for m in of if m is not mode])]
         return stages
 
     def _stage(self, modes: list[Mode], seconds: float) -> Steps:
         ends = time.perf_counter() + seconds
         by_name = {mode.name: mode for mode in modes}
-        self.facts.trying = modes[0].name if modes[0].risky else ""
+        self.profile.trying = modes[0].name if modes[0].risky else ""
         for mode in modes:
-            self.facts.samples_factor[mode.name] = mode.samples_factor
+            self.profile.samples_factor[mode.name] = mode.samples_factor
         draw, done, round_s = random.Random(0), 0, 0.0
-        if self.facts.trying:
-            yield from self._steps_as_they_are(1)  # the facts are saved before it, with what is tried
+        if self.profile.trying:
+            yield from self._steps_as_they_are(1)  # the profile are saved before it, with what is tried
         while True:
             order = draw.sample([AS_IS, *by_name], len(by_name) + 1)
             enough = done >= MOST_ROUNDS or (done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends)
@@ -300,10 +309,10 @@ class _InTurn:
             done += 1
             slow = self._too_slow(by_name, done, (ends - time.perf_counter()) / round_s)
             for name in json.loads(self.ranks.first_says(json.dumps(slow))):
-                times = self.facts.turns_s.pop(name)[-1][0] / turns[AS_IS][0]
-                self.facts.not_tried[name] = f"its step took {times:.0f} times as long: not looked at any further"
+                times = self.profile.interleaved_s.pop(name)[-1][0] / turns[AS_IS][0]
+                self.profile.not_tried[name] = f"its step took {times:.0f} times as long: not looked at any further"
                 del by_name[name]
-        self.facts.trying = ""
+        self.profile.trying = ""
 
     def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
         """`counted`: gets the mean step."""
@@ -317,21 +326,20 @@ class _InTurn:
                 marks = [hooks.mark()]
                 if marks[0] is None:
                     hooks.synchronise()  # the host's clock begins when the device has nothing left to do
-                hooks.undisturbed = mode is None
                 for number in range(self.steps):
                     hooks.synchronised = number == self.steps - 1
                     spans.append((yield))
                     starts.append(hooks.loader_starts)
                     marks.append(hooks.mark())
             finally:
-                hooks.synchronised, hooks.undisturbed = True, False
+                hooks.synchronised = True
         steps = self._seconds(spans, marks)
         # Steps that begin an epoch count only if most of them do
         usual = [s for s, start in zip(steps, starts, strict=True) if not start]
         counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
         self.fastest_s.setdefault(mode.name if mode else AS_IS, []).append(min(steps))
         if mode is None:
-            state.each_round(hooks, self.facts)
+            usage.each_round(hooks, self.profile)
         elif mode.name == "same batch again":
             yield from self._steps_as_they_are(self.drain)
 
@@ -340,7 +348,7 @@ class _InTurn:
 
         From mark to mark by a GPU's own clock: the host runs ahead of it, and what it does meanwhile is in no step.
         """
-        rare = [sum(s for kind, s in of.items() if kind in self.facts.rare) for of in spans]
+        rare = [sum(s for kind, s in of.items() if kind in self.profile.rare) for of in spans]
         if marks[0] is None:
             took = [sum(of.values()) for of in spans]
         else:
@@ -349,10 +357,10 @@ class _InTurn:
 
     def _note(self, turns: dict[str, list[float]]) -> None:
         """One list for each mode that was ever tried, so that those of one round stand at one place."""
-        rounds = len(self.facts.turns_s.setdefault(AS_IS, []))
-        for name in (*turns, *self.facts.turns_s):
-            self.facts.turns_s.setdefault(name, [[] for _ in range(rounds)])
-        for name, of in self.facts.turns_s.items():
+        rounds = len(self.profile.interleaved_s.setdefault(AS_IS, []))
+        for name in (*turns, *self.profile.interleaved_s):
+            self.profile.interleaved_s.setdefault(name, [[] for _ in range(rounds)])
+        for name, of in self.profile.interleaved_s.items():
             of.append(turns.get(name, []))
 
     def _too_slow(self, names: Iterable[str], done: int, fit: float) -> list[str]:
@@ -361,45 +369,46 @@ class _InTurn:
         if not 2 <= done < (LEAST_ROUNDS if over else MOST_ROUNDS) or fit >= MOST_ROUNDS - done:
             return []
         factor = SLOWER if over else MUCH_SLOWER
-        as_is = [of[0] for of in self.facts.turns_s[AS_IS][-2:]]
+        as_is = [of[0] for of in self.profile.interleaved_s[AS_IS][-2:]]
         return [
             name for name in names if all(s > factor * a for s, a in zip(self.fastest_s[name][-2:], as_is, strict=True))
         ]
 
     def _all_narrow(self, names: Iterable[str]) -> bool:
         """Whether further rounds would tell little more, by this rank's clock."""
-        from labs.doctor import bounds  # imported late: before the script has torch it would import it
+        from labs.doctor import estimated_gain  # imported late: before the script has torch it would import it
 
-        found = [bounds.in_turn([self.facts], name) for name in names]
+        found = [estimated_gain.interleaved([self.profile], name) for name in names]
         return all(bound is not None and bound.high <= NARROW * bound.low for bound in found)
 
     def _steps_as_they_are(self, steps: int) -> Steps:
         for _ in range(steps):
-            self.kept = None
+            self.snapshot = None
             yield
 
     def _keep(self) -> None:
-        if self.kept is None:
-            self.found = self.found or Found(self.hooks)
-            self.kept = Kept(self.hooks, self.found)
+        if self.snapshot is None:
+            self.found = self.found or ScriptObjects(self.hooks)
+            self.snapshot = StateSnapshot(self.hooks, self.found)
 
     @contextmanager
     def _entered(self, mode: Mode | None) -> Iterator[None]:
         if mode is None:
-            self.kept = None
+            self.snapshot = None
             yield
             return
         if not mode.needs_restore:
-            self.kept = None
+            self.snapshot = None
         else:
             self._keep()
-        mode.enter(self.hooks)
-        try:
-            yield
-        finally:
-            mode.leave(self.hooks)
-            if mode.needs_restore:
-                self.kept.restore()
+        with self.hooks.unobserved():
+            mode.enter(self.hooks)
+            try:
+                yield
+            finally:
+                mode.leave(self.hooks)
+                if mode.needs_restore:
+                    self.snapshot.restore()
 
 
 def price_of_a_call(calls: int = 2_000) -> float:

@@ -1,64 +1,75 @@
-"""What can hold a training back, one row each: the counterfactual that prices it, the part of a step that shows it,
-what to type against it, and the notebook that teaches it."""
+"""What the doctor can name as slow: the measurement that prices it, its sentence, its fix, and the notebook on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-HOLDS_BACK, OPTION, READING = "holds back", "option", "reading"
-"""Kinds of finding: something to get rid of; something a healthy training may use, too; not priced."""
+WRONG, SLOW, RISK, OPTION, UNPRICED = "wrong result", "slow", "at risk", "option", "not priced"
+"""Kinds of findings, in the order of a report. An option is what a healthy script may use; UNPRICED was seen, and
+what it costs isn't known."""
+KINDS = (WRONG, SLOW, RISK, OPTION, UNPRICED)
 
 
 @dataclass(frozen=True)
-class Cause:
-    """One row. Texts may hold the names of `diagnosis.numbers` in braces."""
+class Bottleneck:
+    """One row: fields in braces are those of findings.numbers."""
 
     name: str
     mode: str
-    """Counterfactual that prices it; "" if there is none."""
+    """The step that was tried without it; "" where its part of the step prices it."""
     what: str
-    """One sentence about what the doctor saw."""
-    cure: str
-    """What to type."""
+    fix: str
     notebook: str
     parts: tuple[str, ...] = ()
-    """Kinds of a step's parts that would be gone without it: where the mode was not tried, they price it."""
+    """Kinds of spans that would be gone."""
     lines: str = ""
-    """Kind of the noted lines that show it."""
+    """Kind of the lines that show it."""
     calls: tuple[str, ...] = ()
-    """Calls in the source that it hangs on."""
+    """Names whose first call in the script is the line to change, where no line was noted."""
     option: bool = False
     within: tuple[str, ...] = ()
-    """Kinds of a step's parts outside of which its counterfactual changes nothing."""
+    """Parts of a step outside of which nothing changes."""
 
 
-THREADS = "torch uses {threads} in each of {local_ranks}, on {cores}"
 LARGER = "with {factor} times the batch ({batch} now) a sample costs less"
 NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused, it takes one kernel for many"
-STARVED = "the GPU had work {gpu} % of the time only: Python does not call it fast enough"
-AHEAD = "what makes a batch belongs into a DataLoader's dataset or collate_fn, with workers that do it ahead"
+STARVED = "the GPU had work {gpu} % of the time: Python doesn't call it fast enough"
+AHEAD = "move what makes a batch into a DataLoader's dataset or collate_fn, with workers that do it ahead"
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
-CAUSES = (
-    Cause(
+BY_BATCH_FIX = (
+    "index by the batch, num_workers=0: x[torch.randperm(len(x))[i : i + {batch}]], or DataLoader(dataset, "
+    "sampler=BatchSampler(RandomSampler(dataset), {batch}, False), batch_size=None)"
+)
+DDP = ("DistributedDataParallel", "DDP")
+BOTTLENECKS = (
+    Bottleneck(
         "slow_loader",
         "same batch again",
         "each step waits {part} of its {mean} for data on average ({loader})",
-        "{loader_cure}",
+        "{loader_fix}",
         "02, section 3",
         ("data",),
         calls=("DataLoader",),
     ),
-    Cause(
+    Bottleneck(
         "exchange",
         "no exchange",
         "{exposed} of a step's {mean} are exchange between ranks that nothing hides",
-        "{exchange_cure}",
+        "{exchange_fix}",
         "07, section 4",
         ("exchange",),
         "exchange",
-        ("DistributedDataParallel", "DDP", "fully_shard", "FullyShardedDataParallel"),
+        (*DDP, "fully_shard", "FullyShardedDataParallel"),
     ),
-    Cause(
+    Bottleneck(
+        "buffers",
+        "no buffer broadcast",
+        "before each forward DDP sends {buffers} from rank 0 to the others, which wait for them",
+        "DistributedDataParallel(..., broadcast_buffers=False), if each rank may keep its own running statistics",
+        "07, section 4",
+        calls=DDP,
+    ),
+    Bottleneck(
         "synchronise",
         "no waiting line",
         "the host waits for the device {calls} times in a step",
@@ -67,17 +78,16 @@ CAUSES = (
         (),
         "synchronise",
     ),
-    Cause(
+    Bottleneck(
         "validation",
         "",
         "{often} evaluate the model: {part} for each step on average, of {mean}",
-        "evaluate every few hundred steps: if step % 500 == 0: ...; but leave it where what comes out is trained on "
-        "(rollouts, a generator's samples)",
+        "evaluate every few hundred steps: if step % 500 == 0: ...; but leave it where the training uses its output",
         "09, section 5",
         ("evaluation",),
         calls=("evaluate", "validate", "test"),
     ),
-    Cause(
+    Bottleneck(
         "checkpoint",
         "",
         "{often} save something: {part} for each step on average, of {mean}",
@@ -87,7 +97,7 @@ CAUSES = (
         "save",
         ("save",),
     ),
-    Cause(
+    Bottleneck(
         "printing",
         "",
         "it prints {calls} times in a step: {part} of {mean}",
@@ -96,24 +106,15 @@ CAUSES = (
         ("print",),
         "print",
     ),
-    Cause(
-        "more_threads",
-        "one thread per core",
-        THREADS + ": one for each core is faster",
-        "torch.set_num_threads({fair_threads})",
-        "02, section 5",
-        calls=("set_num_threads",),
-        option=True,
-    ),
-    Cause(
+    Bottleneck(
         "threads",
         "fewer threads",
-        THREADS,
+        "torch uses {threads} in each of {local_ranks}, on {cores}",
         "torch.set_num_threads({fair_threads})",
         "02, section 5",
         calls=("set_num_threads",),
     ),
-    Cause(
+    Bottleneck(
         "anomaly",
         "no anomaly detection",
         "autograd checks every gradient for NaN (anomaly detection is on)",
@@ -121,15 +122,15 @@ CAUSES = (
         "10, section 4",
         calls=("set_detect_anomaly", "detect_anomaly"),
     ),
-    Cause(
+    Bottleneck(
         "find_unused",
         "no search for unused parameters",
         "DDP searches for unused parameters after every forward",
         "DistributedDataParallel(..., find_unused_parameters=False)",
         "03, section 1",
-        calls=("DistributedDataParallel", "DDP"),
+        calls=DDP,
     ),
-    Cause(
+    Bottleneck(
         "float64",
         "single precision",
         "everything is computed in 64 bits",
@@ -137,24 +138,15 @@ CAUSES = (
         "04, section 1",
         calls=("set_default_dtype", "double"),
     ),
-    Cause(
-        "pageable",
-        "pinned memory",
-        "batches are copied to the device from pageable memory",
-        PIN,
-        "00, section 3",
-        lines="copy",
-        calls=("DataLoader",),
-    ),
-    Cause(
+    Bottleneck(
         "tiny_batches",
         "larger batch",
-        LARGER + ": most of a step is paid whatever its size is",
+        LARGER + ": most of a step doesn't depend on its size",
         "batch_size={larger_batch}: other learning rate, other training",
         "01, section 6",
         calls=("DataLoader",),
     ),
-    Cause(
+    Bottleneck(
         "optimizer_loop",
         "fused optimizer",
         "the optimizer goes from parameter to parameter in Python",
@@ -163,7 +155,7 @@ CAUSES = (
         within=("optimizer",),
         calls=("{optimizer}",),
     ),
-    Cause(
+    Bottleneck(
         "half_precision",
         "half precision",
         "forward and loss are computed in 32 bits",
@@ -171,7 +163,7 @@ CAUSES = (
         "04, section 5",
         option=True,
     ),
-    Cause(
+    Bottleneck(
         "compile",
         "compiled",
         "each operation of the model is called from Python, one by one",
@@ -180,7 +172,6 @@ CAUSES = (
         option=True,
     ),
 )
-"""A training that has one of them may be healthy all the same: what counts is the bound."""
 PARTS = {
     "data": "waiting for data",
     "copy": "copy to device",
@@ -196,18 +187,22 @@ PARTS = {
     "save": "save",
     "rest": "own code within the step",
     "device": "the doctor's wait for the device",
+    "idle": "GPU waits for the host",
 }
-"""What a learner calls the kinds of `facts.KINDS`."""
-NEVER_SEEN = (
+"""What a learner calls the kinds of profile.KINDS; "idle" is what a GPU's step has besides its own parts."""
+NOT_DETECTED = (
     "whether a kernel uses its device well: python -m labs.profile_step, notebook 09",
-    "whether the training learns as it should: what is measured is speed, and lines that are known to spoil results",
-    "what comes later than these steps: ends of epochs, a disk that fills, a neighbour that comes",
+    "whether the data, the loss or the model are the right ones",
+    "what comes later than these steps: ends of epochs, a disk that fills, another program",
 )
 SECTIONS = {
+    "rows_one_by_one": "02, section 3",
+    "workers_restart": "02, section 3",
     "growing": "09, section 3",
     "straggler": "09, section 2",
     "recompiles": "09, section 4",
     "own_code": "09, section 1",
     "copies": "00, section 3",
+    "pageable": "00, section 3",
     "data_parallel": "03, section 2",
 }
