@@ -44,19 +44,16 @@ def test_the_page_says_the_largest_problem_first_and_fits_a_terminal():
     assert "50 %" in waits and waits.count("#") == 25
     rest = "\n".join(report.page(found, everything=True).splitlines())
     assert "half precision: no difference that this run can show" in rest and "not tried: compiled" in rest
-    assert "not tried" not in "\n".join(lines)
+    assert "not tried: compiled" not in "\n".join(lines)
 
 
 def test_four_problems_are_shown_and_the_others_counted():
-    modes = {
-        name: STEP_S / 1.3 for name in ("no anomaly detection", "single precision", "no search for unused parameters")
-    }
-    modes |= {"no buffer broadcast": STEP_S / 1.4, "same batch again": STEP_S / 2}
-    found = report.make([made(STARVED, modes, machine={"cores": 2, "threads": 8})])
+    modes = dict.fromkeys(("no anomaly detection", "single precision"), STEP_S / 1.3)
+    modes |= dict.fromkeys(("no buffer broadcast", "no search for unused parameters"), STEP_S / 1.4)
+    found = report.make([made(STARVED, modes | {"same batch again": STEP_S / 2})])
     assert len(found.problems) == 5
     page = report.page(found)
     assert "4. slow" in page and "5. slow" not in page and "1 more: --all" in page
-    assert ("5. slow" not in page and "float64" not in page.split("WHERE")[0]) or "MORE FINDINGS" not in page
     assert "MORE FINDINGS" in report.page(found, everything=True)
 
 
