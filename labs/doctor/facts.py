@@ -160,6 +160,8 @@ class Facts:
     cost: dict[str, float] = field(default_factory=dict)
     """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory, of all steps), s
     (per step: calls at their price, and looks at memory and at lines)."""
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    """What the probes for wrong results found: see labs.doctor.probes."""
     unseen: list[str] = field(default_factory=list)
     """What this training does that the doctor cannot see, in words."""
 

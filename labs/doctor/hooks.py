@@ -200,6 +200,8 @@ class Hooks:
         self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._evaluated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._changed = False
+        self.probes: Any = None
+        """For wrong results (labs.doctor.probes); they hear of calls of the outermost modules."""
 
     # Installing
 
@@ -530,6 +532,8 @@ class Hooks:
         training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _leaves(given, self.torch))
         again = self.spans.stack[-1] == "backward"
         self._sort(training)
+        if self.probes is not None:
+            self.probes.forward(module, training, again, args, kwargs)
         if self.of_input:
             args, kwargs = self.of_input(given)
         if not training:
@@ -577,10 +581,17 @@ class Hooks:
     def aside(self) -> Iterator[None]:
         """What happens within is not the script's: nothing of it is counted."""
         thread, self.spans.thread = self.spans.thread, -1
+        self.pause_probes(True)
         try:
             yield
         finally:
             self.spans.thread = thread
+            self.pause_probes(False)
+
+    def pause_probes(self, on: bool) -> None:
+        """Have the probes observe nothing, while a counterfactual runs."""
+        if self.probes is not None:
+            self.probes.paused = on
 
     @property
     def samples(self) -> int:

@@ -117,7 +117,7 @@ class Patient:
         self.pid, self.stops = os.getpid(), 0
         self.saved = self.begun
         self.leave_at_once = os._exit
-        self.hooks = self.plan = None
+        self.hooks = self.plan = self.probes = None
 
     def watch(self) -> None:
         """From the moment that the script has torch."""
@@ -125,10 +125,15 @@ class Patient:
         from labs.doctor import state
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
+        from labs.doctor.probes import Probes
         from labs.doctor.turns import OnRequest, plan, price_of_a_call
 
         self.state = state
-        self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
+        folder = os.path.dirname(os.path.realpath(self.settings.argv[0]))
+        self.probes = Probes(folder, self.settings.folder)
+        self.probes.install()
+        self.hooks = Hooks(folder, self.stepped)
+        self.hooks.probes = self.probes
         self.hooks.in_scratch = bool(self.settings.scratch)
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
@@ -166,6 +171,8 @@ class Patient:
     def save(self) -> None:
         """What is known so far."""
         facts = self.facts
+        if self.probes is not None:
+            facts.probes = self.probes.findings()
         facts.wall_s = time.perf_counter() - self.begun
         if facts.trying and facts.ended == "running":
             # It may end this process in any way: then this is what there is

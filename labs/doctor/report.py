@@ -34,6 +34,8 @@ from labs.doctor.diagnosis import (
 )
 from labs.doctor.diagnosis import count as many
 from labs.doctor.facts import AS_IS, KINDS, Facts, from_json
+from labs.doctor.probes.findings import Finding as Wrong
+from labs.doctor.probes.findings import merge
 from labs.kit.errors import BadInput, brief
 from labs.kit.measure import Estimate, estimate
 from labs.kit.monitor import Trace
@@ -87,6 +89,11 @@ class Report:
         """Name of its file."""
         return os.path.basename(self.facts[0].script) if self.facts else "the script"
 
+    @property
+    def wrong(self) -> list[Wrong]:
+        """What makes the training wrong, most severe first, and then what deserves a look."""
+        return merge([f.probes for f in self.facts])
+
     def of_kind(self, kind: str) -> list[Finding]:
         """Findings that hold back, are options, or were read."""
         return [f for f in self.findings if f.kind == kind]
@@ -136,6 +143,8 @@ def _missing(facts: Sequence[Facts]) -> Iterator[str]:
 
 def answer(report: Report) -> str:
     """The first line: what holds it back most, how much its cure gives at most, and where it is."""
+    if wrong := next((f for f in report.wrong if f.wrong), None):
+        return f"Wrong: {wrong.title}{wrong.where and f' ({wrong.where.split()[0]})'}."
     if not report.seen:
         return _nothing_seen(report)
     if misled := next((f for f in report.seen if group_of(f)[1] != f.ranks), None):
@@ -351,6 +360,13 @@ def page(report: Report) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     yield from wrapped(answer(report))
+    if wrong := report.wrong:
+        yield from _heading("What is wrong, or deserves a look")
+        for number, finding in enumerate(wrong, 1):
+            yield from wrapped(f"{number}. {finding.title}.", "  ", "     ")
+            yield from (f"     {cut(where, COLUMNS - 5)}" for where in (finding.where, *finding.also) if where)
+            yield from wrapped(f"Fix: {finding.fix}.", "     ", "       ") if finding.fix else ()
+        yield ""
     yield from (line for text in summary(report) for line in wrapped(text))
     if facts := report.seen:
         slowest = max(facts, key=lambda f: sum(f.step_s))
@@ -497,6 +513,8 @@ def write_html(report: Report, path: Path) -> Path:
 def _main(report: Report) -> Iterator[str]:
     """Lines of HTML. Whatever is not written here goes through `escape`: a script's text stays text."""
     yield f"<h1>{escape(answer(report))}</h1>"
+    for finding in report.wrong:
+        yield f"<p><strong>{escape(finding.title)}.</strong> <code>{escape(finding.where)}</code> {escape(finding.fix)}</p>"
     yield from (f"<p>{escape(line)}</p>" for line in summary(report))
     if report.facts:
         yield f'<p class="soft"><code>{escape(shlex.join(report.facts[0].argv))}</code></p>'

@@ -393,6 +393,7 @@ class _InTurn:
             self.kept = None
         else:
             self._keep()
+        self.hooks.pause_probes(True)
         mode.enter(self.hooks)
         try:
             yield
@@ -400,6 +401,7 @@ class _InTurn:
             mode.leave(self.hooks)
             if mode.needs_restore:
                 self.kept.restore()
+            self.hooks.pause_probes(False)
 
 
 def price_of_a_call(calls: int = 2_000) -> float:
