@@ -20,6 +20,7 @@ from labs.doctor import bottlenecks, trainers
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SECTIONS, SLOW, UNPRICED, WRONG, Bottleneck
 from labs.doctor.estimated_gain import NO_EXCHANGE, part_s, standing
+from labs.doctor.probes import merge
 from labs.doctor.profile import AS_IS, Line, Profile, not_reached, rare_kinds, share_of_steps
 from labs.doctor.schedule import MOST_ROUNDS
 from labs.kit.measure import Estimate, estimate
@@ -104,10 +105,6 @@ def _with_trainer(finding: Finding, profile: Profile) -> Finding:
 
 def _probed(profiles: Sequence[Profile]) -> Iterator[Finding]:
     """What the probes of wrong results have seen, merged over ranks."""
-    try:
-        from labs.doctor.probes import merge
-    except ImportError:
-        return
     for f in merge([p.probes for p in profiles]):
         kind = WRONG if f.wrong else RISK
         yield Finding(f.probe, f.title, None, f.where, f.fix, "", BY_PROBE, kind, tuple(f.also))

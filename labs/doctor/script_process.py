@@ -121,15 +121,13 @@ class ScriptProcess:
         from labs.doctor import usage
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
+        from labs.doctor.probes import Probes
         from labs.doctor.schedule import OnRequest, plan, price_of_a_call
 
         self.usage = usage
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
-        with suppress(ImportError):
-            from labs.doctor.probes import Probes
-
-            self.hooks.probes = Probes(self.hooks.folder, scratch=self.settings.folder)
-            self.hooks.probes.install()  # before the hooks, which wrap what it replaces
+        self.hooks.probes = Probes(self.hooks.folder, scratch=self.settings.folder)
+        self.hooks.probes.install()  # before the hooks, which wrap what it replaces
         self.hooks.install()
         self.profile.cost["call_s"] = price_of_a_call()
         if (wanted := self.settings.modes) is None:
