@@ -14,7 +14,7 @@ from processes import assert_no_survivors, new_environment
 from labs.doctor import static_rules
 from labs.doctor.bottlenecks import BOTTLENECKS, SECTIONS
 from labs.doctor.profile import AS_IS
-from labs.doctor_trial.cases import BY_NAME, BY_UNPRICED, HEALTHY, SICK, gains
+from labs.doctor_trial.cases import BY_NAME, BY_READING, HEALTHY, SICK, gains
 from labs.doctor_trial.in_turn import Script, ScriptFailed, environment, free_port, take_turns
 
 
@@ -37,7 +37,7 @@ def test_what_names_an_illness_is_something_that_the_doctor_can_say():
     assert not unknown
 
 
-READ = [c.name for c in SICK if c.by == BY_UNPRICED and {r.name for r in static_rules.RULES} & set(c.names)]
+READ = [c.name for c in SICK if c.by == BY_READING and {r.name for r in static_rules.RULES} & set(c.names)]
 
 
 @pytest.mark.parametrize("name", READ)

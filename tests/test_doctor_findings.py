@@ -96,7 +96,7 @@ def test_batches_are_tiny_only_if_most_of_a_step_does_not_depend_on_their_size(s
 
 def test_few_rounds_and_wide_intervals_prove_nothing():
     few = made(modes=MODES | {"half precision": 0.025}, rounds=5)
-    assert not find([few]) and any("5 rounds are too few" in text for text in unknown([few]))
+    assert not find([few]) and any("too few" in text and "half" in text for text in unknown([few]))
     noisy = made(modes={})
     noisy.interleaved_s["half precision"] = [[s] for s in (0.03, 0.07) * 4]
     assert not find([noisy]) and not any("half precision" in text for text in healthy([noisy]))

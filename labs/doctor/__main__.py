@@ -52,11 +52,7 @@ from labs.kit.place import Place
 
 PROG = as_main.typed("train-doctor", "labs.doctor")
 MOST_STEPS = 10_000
-MOST_COPIED = 1 << 30
-"""Bytes."""
-NO_TERMINAL = os.strerror(errno.ENOTTY)
-NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
-"""In the errors of inductor and of Triton."""
+MOST_COPIED = 1 << 30  # Bytes
 
 
 @dataclass(frozen=True)
@@ -224,27 +220,9 @@ def last_words(profiles: list[Profile]) -> list[str]:
         if f.output and f.ended in ("error", "exit", "killed", "silent", "stopped"):
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
-    failed = [f for f in profiles if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
-    if wants := next(filter(None, map(_what_is_missing, failed)), ""):
-        lines += ["", wants]
+    if any(f.error.startswith("EOFError") or os.strerror(errno.ENOTTY) in f.error for f in profiles):
+        lines += ["", "It has no terminal and no keyboard here: echo ANSWER | " + PROG + " ..."]
     return lines
-
-
-def _what_is_missing(failed: Profile) -> str:
-    """What a script needed that is not here, and what helps; "" if it failed for another reason.
-
-    It gets no terminal, not even the user's: what it prints is not shown there, and would wait for answers that nobody
-    gives.
-    """
-    if failed.error.startswith("EOFError: EOF when reading a line"):
-        return f"It asks for input, and sees no keyboard here: echo ANSWER | {PROG} ..."
-    if NO_TERMINAL in failed.error or any(line.startswith("stty: ") for line in failed.output):
-        return (
-            "It needs a terminal, and sees none here, nor in a batch job: shutil.get_terminal_size() does without one."
-        )
-    if any(said in failed.error for said in NO_COMPILER):
-        return "torch.compile needs a C++ compiler, and finds none: install one, as g++, or train without compile."
-    return ""
 
 
 def main() -> None:

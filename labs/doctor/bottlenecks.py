@@ -15,17 +15,13 @@ class Bottleneck:
     """One row: fields in braces are those of findings.numbers."""
 
     name: str
-    mode: str
-    """The step that was tried without it; "" where its part of the step prices it."""
+    mode: str  # The step that was tried without it; "" where its part of the step prices it
     what: str
     fix: str
     notebook: str
-    parts: tuple[str, ...] = ()
-    """Kinds of spans that would be gone."""
-    lines: str = ""
-    """Kind of the lines that show it."""
-    calls: tuple[str, ...] = ()
-    """Names whose first call in the script is the line to change, where no line was noted."""
+    parts: tuple[str, ...] = ()  # Kinds of spans that would be gone
+    lines: str = ""  # Kind of the lines that show it
+    calls: tuple[str, ...] = ()  # Names whose first call in the script is the line to change, where no line was noted
     option: bool = False
     within: tuple[str, ...] = ()
     """Parts of a step outside of which nothing changes."""

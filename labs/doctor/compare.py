@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from labs.doctor import estimated_gain as gains
-from labs.doctor.bottlenecks import BOTTLENECKS, PARTS, SLOW, UNPRICED, Bottleneck
+from labs.doctor.bottlenecks import BOTTLENECKS, PARTS, SLOW, UNPRICED
 from labs.doctor.estimated_gain import part_s
-from labs.doctor.findings import FROM_PARTS, OWN, Finding, lateness, ms, own_lines_s
+from labs.doctor.findings import FROM_PARTS, Finding, lateness, ms
 from labs.doctor.profile import KINDS, Profile
 from labs.doctor.report import COLUMNS, SMALL, Report, capital, cut, wrapped
 from labs.kit.errors import require
@@ -21,8 +21,7 @@ from labs.kit.measure import Estimate, differs
 
 MILDER = {"tiny_batches": "larger_batch", "optimizer_loop": "fused_optimizer", "python_overhead": "compile"}
 """What a finding is called once it matters less."""
-NEAR = 1.2
-"""A gain within this factor of its estimate is as estimated, even outside of the interval."""
+NEAR = 1.2  # A gain within this factor of its estimate is as estimated, even outside of the interval
 SAME_MACHINE = ("cpu", "cores", "gpus", "torch")
 
 
@@ -30,16 +29,11 @@ SAME_MACHINE = ("cpu", "cores", "gpus", "torch")
 class Comparison:
     """Of two reports of the same script, as it was and with a fix."""
 
-    gain: Estimate
-    """How many times as many samples per second; steps, where samples were not counted in both."""
-    unit: str
-    """ "samples/s" or "steps/s"."""
-    fixed: list[Finding]
-    """Findings with a gain that the second run shows to be gone."""
-    not_shown: list[Finding]
-    """The second run doesn't have them either, but didn't try them, or can't tell."""
-    left: list[tuple[Finding, Finding]]
-    """In both: before, after."""
+    gain: Estimate  # How many times as many samples per second; steps, where samples were not counted in both
+    unit: str  # "samples/s" or "steps/s"
+    fixed: list[Finding]  # Findings with a gain that the second run shows to be gone
+    not_shown: list[Finding]  # The second run doesn't have them either, but didn't try them, or can't tell
+    left: list[tuple[Finding, Finding]]  # In both: before, after
     new: list[Finding]
     warnings: list[str]
 
@@ -51,14 +45,14 @@ def compare(before: Report, after: Report) -> Comparison:
     counted = all(gains.samples_per_s(r.seen) for r in (before, after))
     priced = [f for f in before.findings if f.gain]
     left = [(f, now) for f in priced if (now := _now(f, before, after))]
-    absent = [f for f in priced if not _now(f, before, after) and (f.kind == SLOW or _in_use(f, after))]
-    fixed = [f for f in absent if _is_gone(f, after)]
+    absent = [f for f in priced if not _now(f, before, after)]
+    fixed = [f for f in absent if _is_shown(f, after)]
     names = {name for f in before.findings for name in (f.name, MILDER.get(f.name))}
     return Comparison(
         ratio(rates(after.seen, counted), rates(before.seen, counted)),
         "samples/s" if counted else "steps/s",
         fixed,
-        [f for f in absent if f not in fixed],
+        [f for f in absent if f not in fixed and f.kind == SLOW],
         left,
         [f for f in after.findings if f.name not in names],
         list(_warnings(before, after, counted)),
@@ -72,48 +66,17 @@ def _now(finding: Finding, before: Report, after: Report) -> Finding | None:
     return next((f for f in after.findings if f.name in names), None)
 
 
-def _in_use(option: Finding, after: Report) -> bool:
-    """Whether it could not be tried any more, since the script has it now. Or its gain has gone among others."""
-    return any(_not_there(b.mode, after) for b in _bottlenecks_of(option))
-
-
-def _is_gone(finding: Finding, after: Report) -> bool:
-    """Whether the second run shows it: it isn't there, it was tried and gives little, or its parts are small."""
-    of = _bottlenecks_of(finding)
-    if finding.name == "recompiles":
-        return not any(f.compiles.get("in_steps") for f in after.seen)
-    if finding.name == "workers_restart":
-        return not any(f.restarts for f in after.seen)
-    if any(_not_there(b.mode, after) for b in of):
-        return True
-    if (now := next((gains.interleaved(after.seen, b.mode) for b in of), None)) is not None:
-        return gains.standing(now) == "fine"
-    now = _by_parts(finding, after)
-    return now is not None and gains.standing(now, gains.WORTH_BY_PARTS) == "fine"
-
-
-def _bottlenecks_of(finding: Finding) -> list[Bottleneck]:
+def _is_shown(finding: Finding, after: Report) -> bool:
+    """Whether the second run could tell: what isn't tried any more, or too noisy, may be there still."""
     name = "slow_loader" if finding.name == "rows_one_by_one" else finding.name
-    return [b for b in BOTTLENECKS if name in (b.name, MILDER.get(b.name))]
-
-
-def _not_there(mode: str, after: Report) -> bool:
-    return all(mode in f.gone for f in after.seen)
-
-
-def _by_parts(finding: Finding, after: Report) -> Estimate | None:
-    """What it costs by the parts of the second run's steps; None if they don't hold all of it."""
-    seen = after.seen
-    if finding.name == "own_code":
-        least = min(seen, key=lambda f: part_s(f, *OWN))
-        return gains.without(least.step_s, own_lines_s(least)[0])
-    if finding.name == "straggler":
-        late = lateness(seen)
-        return late and late.gain
-    if finding.name == "exchange" and finding.by != FROM_PARTS:
-        return None  # DDP's is within backward
-    kinds = ("copy",) if finding.name == "copies" else next((b.parts for b in _bottlenecks_of(finding)), ())
-    return gains.from_parts(seen, *kinds)[0] if kinds else None
+    for mode in (b.mode for b in BOTTLENECKS if name in (b.name, MILDER.get(b.name)) and b.mode):
+        if all(mode in f.gone for f in after.seen):
+            return True
+        tried = gains.interleaved(after.seen, mode)
+        if finding.by != FROM_PARTS or tried is not None:
+            return tried is not None and gains.standing(tried) == "fine" and finding.kind == SLOW
+    late = lateness(after.seen)
+    return finding.name != "straggler" or (late is not None and gains.standing(late.gain) == "fine")
 
 
 def rates(ranks: Sequence[Profile], samples: bool) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -17,11 +16,9 @@ from labs.doctor.snapshot import free_on_host
 from labs.doctor.trials import OtherLoaders, PinnedMemory
 from labs.kit import _compat, host
 
-FEW_PARAMETERS = 8
-"""An optimizer of fewer tensors has no loop to speak of."""
+FEW_PARAMETERS = 8  # An optimizer of fewer tensors has no loop to speak of
 
 
-LAYER_S = 1e-4
 """What Python and torch take to call a layer, forward, backward and in the optimizer, whatever its size: about."""
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "step")
 """Calls that are noted; the last one is that of a pipeline's schedule."""
@@ -37,20 +34,6 @@ class Counterfactual:
     risky = False
     on_request = False
 
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        """Share of a step."""
-        return 0.1
-
-
-def share(profile: Profile, *kinds: str) -> float:
-    """Of the steps as they are, on average."""
-    whole = sum(profile.step_s)
-    return sum(sum(profile.spans_s.get(kind, ())) for kind in kinds) / whole if whole else 0.0
-
-
-COMPUTED = ("prepare", "forward", "backward", "rest")
-"""Where a model's own work is; before and after it, of one whose calls cannot be seen."""
-
 
 # Nothing is computed otherwise
 
@@ -62,9 +45,6 @@ class SameBatch(Counterfactual):
 
     def why_not(self, hooks: Hooks, profile: Profile) -> str:
         return "" if hooks.loader is not None else "its data comes from no DataLoader"
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return share(profile, "data")
 
     def enter(self, hooks: Hooks) -> None:
         hooks.same_batch = True
@@ -87,9 +67,6 @@ class NoWaitingLine(Counterfactual):
         waits = any(line.kind == "synchronise" for line in profile.lines)
         return "" if waits else Gone("no line of the script waits for a value of the device")
 
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return share(profile, "synchronise")
-
     def enter(self, hooks: Hooks) -> None:
         hooks.known_values = True
 
@@ -104,9 +81,6 @@ class NoAnomalyDetection(Counterfactual):
 
     def why_not(self, hooks: Hooks, profile: Profile) -> str:
         return "" if hooks.anomaly else Gone("it is off")
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return share(profile, "backward")
 
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
@@ -135,9 +109,6 @@ class FewerThreads(Counterfactual):
             return "the model would be compiled anew"
         have, self.share = hooks.torch.get_num_threads(), fair_threads(profile.local_ranks)
         return "" if have > self.share else Gone(f"{have} of {self.share} possible threads are none too many")
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return share(profile, *COMPUTED)
 
     def enter(self, hooks: Hooks) -> None:
         self.before = hooks.torch.get_num_threads()
@@ -171,9 +142,6 @@ class NoExchange(Counterfactual):
             return "FSDP gathers parameters in forward and backward: without that there is nothing to compute with"
         return "there is no DistributedDataParallel"
 
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return share(profile, "backward")  # it tells what each rank needs for itself, too
-
     def enter(self, hooks: Hooks) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
@@ -202,9 +170,6 @@ class NoBufferBroadcast(Counterfactual):
         if not profile.training.get("buffers"):
             return Gone("DDP sends no buffers" if _ddp(hooks) else "there is no DistributedDataParallel")
         return "" if hooks.torch.distributed.get_world_size() > 1 else "there is one rank"
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return 0.5 * share(profile, "forward")
 
     def enter(self, hooks: Hooks) -> None:
         self.changed = [m for m in _ddp(hooks) if m.broadcast_buffers]
@@ -276,9 +241,6 @@ class FusedOptimizer(Counterfactual):
         optim = hooks.torch.optim
         return [o for o in hooks.optimizers.values() if type(o) in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)]
 
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return share(profile, "optimizer")
-
     def enter(self, hooks: Hooks) -> None:
         # Groups and states are put back by StateSnapshot; where the fused kernels are on a GPU they count steps there
         for optimizer in self._able(hooks):
@@ -314,11 +276,6 @@ class HalfPrecision(Counterfactual):
         profile.training["half"] = str(self._dtype(hooks)).removeprefix("torch.")  # its cure names it
         return ""
 
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return (0.5 if profile.device != "cpu" else 0.1) * share(
-            profile, *COMPUTED
-        )  # few CPUs compute faster in 16 bits
-
     @staticmethod
     def _dtype(hooks: Hooks) -> Any:
         torch, device = hooks.torch, hooks.device.type
@@ -350,9 +307,6 @@ class SinglePrecision(Counterfactual):
         if any(isinstance(v, list | tuple | dict) for v in states):
             return "its optimizer keeps a history in FP64"
         return "" if hooks.called else "no forward of a model was seen"
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        return 0.5 * share(profile, *COMPUTED, "optimizer")
 
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
@@ -412,11 +366,6 @@ class LargerBatch(Counterfactual):
         except TypeError as e:
             return f"its batches are not understood: {e}"
         return "" if self._fits(hooks, profile.local_ranks) else "there is no memory for it"
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        layers = {id(m) for root in hooks.roots.values() for m in root.modules() if not next(m.children(), None)}
-        fixed_s = LAYER_S * len(layers) * profile.micro_batches
-        return 0.5 * min(1.0, fixed_s / statistics.median(profile.step_s))
 
     @staticmethod
     def _fits(hooks: Hooks, local_ranks: int) -> bool:
@@ -504,4 +453,4 @@ MODES: dict[str, Mode | Trial] = {
         PinnedMemory(),
     )
 }
-"""Harmless ones come first in any case; if the time is short, those with the least `promise` are left out."""
+"""In the order in which they are tried, harmless ones first. If the time is short, the last ones are left out."""

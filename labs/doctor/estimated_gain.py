@@ -11,23 +11,19 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labs.doctor.profile import AS_IS, IN_MOST_STEPS, KINDS, Profile, rare_kinds
+from labs.doctor.profile import AS_IS, KINDS, Profile, rare_kinds
 from labs.kit.measure import Estimate, estimate, fewest
 
-WORTH = 1.05
-"""Smaller gains aren't reported."""
-WORTH_INSTEAD = 1.20
-"""A gain by arithmetic that stands in for one that noise has made useless."""
+WORTH = 1.05  # Smaller gains aren't reported
+WORTH_INSTEAD = 1.20  # A gain by arithmetic that stands in for one that noise has made useless
 WORTH_BY_PARTS = 1.10
 """By arithmetic a part is worth more than in truth: what waits for it may then wait for something else."""
 FINE = 1.10
 """An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
-SAME_WEIGHTS = 1e-9
-"""Sums of the same weights, in FP64, differ by less than this share."""
+SAME_WEIGHTS = 1e-9  # Sums of the same weights, in FP64, differ by less than this share
 NO_EXCHANGE = "no exchange"
 RESAMPLES = 2_000
-BLOCKS = fewest() + 1
-"""Of a series that may grow: as many differences between neighbours as an interval needs."""
+BLOCKS = fewest() + 1  # Of a series that may grow: as many differences between neighbours as an interval needs
 
 
 def steps_s(ranks: Sequence[Profile]) -> list[float]:
@@ -140,39 +136,19 @@ def _ranks_left_out(n: int, miss: float) -> int:
 def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
     """step / (step - part), at most so many times as fast by arithmetic: sums over steps, with a bootstrap interval.
 
-    Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves; if it
-    comes at regular distances, its interval is that of `_of_regular`. None if there is no step.
+    Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves. None
+    if there is no step.
     """
     pairs = [(s, s - min(max(p, 0.0), 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
     if not pairs:
         return None
     import numpy as np
 
-    if regular := _of_regular([s - left for s, left in pairs], sum(left for _, left in pairs) / len(pairs)):
-        return regular
     both = np.array(pairs)  # (steps, 2): as it is, without
     drawn = both[np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))].sum(1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
     value = float(both[:, 0].sum() / both[:, 1].sum())
     return Estimate(value, min(float(low), value), max(float(high), value), len(pairs), "x")
-
-
-def _of_regular(lost: Sequence[float], left: float) -> Estimate | None:
-    """How many times as fast without a part that every n-th step has; None if it has no such order.
-
-    `lost`: s of each step that the part takes; `left`: s of a step without it, on average. Of N steps k have it; had
-    the looking begun a little earlier or later, it would have been k - 1 or k + 1. What it takes is between the least
-    and the most that was seen: of two events an evaluation every 10th step has an interval as wide as that.
-    """
-    at = [i for i, s in enumerate(lost) if s > 0]
-    if len(at) < 2 or len(at) > IN_MOST_STEPS * len(lost) or left <= 0:
-        return None
-    gaps = [b - a for a, b in itertools.pairwise(at)]
-    if max(*gaps, at[0] + 1, len(lost) - at[-1]) > max(1.5 * min(gaps), min(gaps) + 1):
-        return None
-    took = [lost[i] for i in at]
-    low, high = ((len(at) + more) / len(lost) * s / left for more, s in ((-1, min(took)), (1, max(took))))
-    return Estimate(1 + sum(took) / len(lost) / left, 1 + low, 1 + high, len(lost), "x")
 
 
 def from_parts(ranks: Sequence[Profile], *kinds: str) -> tuple[Estimate | None, Profile]:
@@ -190,6 +166,9 @@ def lost_s(profile: Profile, *kinds: str) -> list[float]:
     """What parts take of each step; rare ones, on a device beside the host, with the device's share in them."""
     parts = [profile.spans_s.get(k, [0.0] * len(profile.step_s)) for k in kinds]
     lost = [sum(of) for of in zip(*parts, strict=False)]
+    if kinds == ("data",) and lost and profile.restarts:  # what starting workers takes has a finding of its own
+        usual = statistics.median([s for i, s in enumerate(lost) if i not in profile.restarts] or [0.0])
+        lost = [usual if i in profile.restarts else s for i, s in enumerate(lost)]
     if profile.device == "cpu" or not _are_rare(profile, kinds):
         return lost
     return longer_s(profile.step_s, [i for i, s in enumerate(lost) if s])
@@ -253,12 +232,9 @@ def growth(series: Sequence[float], unit: str, at: Sequence[float] = ()) -> Esti
 class Own:
     """What each rank needs for a step of its own, without waiting for others."""
 
-    ranks: list[list[float]]
-    """One list for each rank, of rounds or of steps:"""
-    job: list[float]
-    """the job's step as it is, in each of them."""
-    interleaved: bool
-    """Measured without exchange; otherwise the sum of parts in which nobody waits."""
+    ranks: list[list[float]]  # One list for each rank, of rounds or of steps:
+    job: list[float]  # the job's step as it is, in each of them
+    interleaved: bool  # Measured without exchange; otherwise the sum of parts in which nobody waits
 
 
 def own_interleaved(ranks: Sequence[Profile]) -> Own | None:

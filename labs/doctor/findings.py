@@ -21,8 +21,7 @@ from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SECTIONS, SLOW, UNPRICED, WRONG, Bottleneck
 from labs.doctor.estimated_gain import NO_EXCHANGE, part_s, standing
 from labs.doctor.probes import merge
-from labs.doctor.profile import AS_IS, Line, Profile, not_reached, rare_kinds, share_of_steps
-from labs.doctor.schedule import MOST_ROUNDS
+from labs.doctor.profile import Line, Profile, not_reached, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate, estimate
 
 if TYPE_CHECKING:
@@ -32,23 +31,18 @@ INTERLEAVED, FROM_PARTS, BY_READING = "steps measured in turn", "from the step's
 SEEN, BY_PROBE = "seen in the running script", "measured while it ran"
 MOSTLY_FIXED, CERTAINLY_FIXED = 0.75, 0.5
 """Batches are tiny if this share of a step doesn't depend on their size, by its value and by its lower end."""
-SLOW_FROM = 1.15
-"""A fix that gives less is an option, for a healthy script as well."""
+SLOW_FROM = 1.15  # A fix that gives less is an option, for a healthy script as well
 ROWS_FROM, ROWS_FROM_ON_GPU, FASTER_BY_BATCH = 1.25, 1.5, 2.0
 """Rows of small tensors cost the host a little: only such gains are a fault. By the batch is so many times as fast."""
 SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
 """Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code as well: only more than this is reported."""
-BUSY_PERCENT = 70
-"""Of the time a GPU has work, or Python is too slow for it."""
+BUSY_PERCENT = 70  # Of the time a GPU has work, or Python is too slow for it
 COST_SAID = 0.03
-LONG_TRAINING = 1e6
-"""Steps: memory that lasts longer than that may grow."""
-ONE_IN_TWO = 0.5
-"""Tensors more in each step: a loss that is kept is one."""
-GOES_ON = 3
-"""Steps that compile, spread over half of those that were measured: fewer of them end."""
+LONG_TRAINING = 1e6  # Steps: memory that lasts longer than that may grow
+ONE_IN_TWO = 0.5  # Tensors more in each step: a loss that is kept is one
+GOES_ON = 3  # Steps that compile, spread over half of those that were measured: fewer of them end
 
 
 @dataclass(frozen=True)
@@ -56,21 +50,15 @@ class Finding:
     """One thing that can be fixed."""
 
     name: str
-    what: str
-    """One sentence with its numbers, without a full stop."""
+    what: str  # One sentence with its numbers, without a full stop
     gain: Estimate | None
     """How many times as fast, per sample, by estimate; None if it wasn't measured, or is about results."""
-    where: str
-    """ "file:line  code"; "" if no line stands for it."""
-    fix: str
-    """What to type."""
+    where: str  # "file:line  code"; "" if no line stands for it
+    fix: str  # What to type
     notebook: str
-    by: str
-    """How it is known."""
-    kind: str = SLOW
-    """One of bottlenecks.KINDS."""
-    also: tuple[str, ...] = ()
-    """Further lines."""
+    by: str  # How it is known
+    kind: str = SLOW  # One of bottlenecks.KINDS
+    also: tuple[str, ...] = ()  # Further lines
 
     @property
     def line(self) -> str:
@@ -333,25 +321,20 @@ def _loader_fix(profile: Profile, fair: int) -> str:
     loader = profile.loader
     now = loader.workers if loader else 0
     if loader is not None and loader.by_batch_ms is not None:
-        return bottlenecks.BY_BATCH_FIX.format(batch=loader.batch_size or "n")
-    shares = loader is not None and loader.sampler == "_InfiniteConstantSampler"  # torch's, of an IterableDataset
-    apart = ", each worker with its share of the samples (torch.utils.data.get_worker_info)" if shares else ""
+        return bottlenecks.BY_BATCH_FIX.format(batch=loader.batch_size)
     if now < fair and not any(n > now for n in tried):
+        shares = loader is not None and loader.sampler == "_InfiniteConstantSampler"  # torch's, of an IterableDataset
+        apart = ", each with its share of the samples (torch.utils.data.get_worker_info)" if shares else ""
         return f"decode once and keep it, or workers that load ahead (up to num_workers={fair}; not tried here){apart}"
-    best = min((n for n in tried if n and n != now), key=tried.__getitem__, default=now)
-    if best != now and (not now or tried[best] * gains.WORTH < tried.get(now, 0.0)):
-        # Workers load while the rest of a step runs: their time is compared with that
-        beside = statistics.fmean(profile.step_s) - part_s(profile, "data")
-        times = f"the loader alone then takes {ms(tried[best])} for a batch, the rest of a step {ms(beside)}"
+    best = min(tried, key=tried.__getitem__, default=now)
+    if best != now and tried[best] * gains.WORTH < tried.get(now, math.inf):
+        alone = f"the loader alone then takes {ms(tried[best])} for a batch, now {ms(tried.get(now, math.nan))}"
+        if not best:
+            return f"num_workers=0: {alone}"
         return (
-            f"DataLoader(..., num_workers={best}, persistent_workers=True) if there are cores for them ({times}), "
-            "or decode once and keep it"
+            f"DataLoader(..., num_workers={best}, persistent_workers=True) if there are cores for them ({alone}), or "
+            "decode once and keep it"
         )
-    alone = [s for of in profile.interleaved_s.get("same batch again", ()) for s in of]
-    rest = statistics.median(alone) if alone else statistics.fmean(profile.step_s) - part_s(profile, "data")
-    faster = 0 in tried and now and tried[0] * gains.WORTH < tried.get(now, 0.0)
-    if faster and tried[0] + rest < mean_step_s([profile]):
-        return f"num_workers=0: the loader alone then takes {ms(tried[0])} for a batch, now {ms(tried[now])}"
     known = " (more workers aren't faster)" if any(n > now for n in tried) else ""
     return f"do less for each sample, or decode once and keep it{known}: python -m labs.dataset_formats"
 
@@ -402,14 +385,11 @@ class Late:
 
     profile: Profile
     own_s: float
-    others_s: float
-    """Of the slowest of the others."""
+    others_s: float  # Of the slowest of the others
     ratio: Estimate
-    gain: Estimate
-    """If it were as fast as that one."""
+    gain: Estimate  # If it were as fast as that one
     by: str
-    kind: str
-    """The part of its step that exceeds the others' most."""
+    kind: str  # The part of its step that exceeds the others' most
 
 
 def lateness(ranks: Sequence[Profile]) -> Late | None:
@@ -652,9 +632,6 @@ def _healthy(ranks: Sequence[Profile]) -> Iterator[str]:
             yield f"memory: no growth that this run can show (growth {most} per step)"
         elif steps_until_full(ranks[grows.index(most)], most.high) > LONG_TRAINING:
             yield f"memory: it lasts for a million steps (growth {most} per step)"
-    cost = hooks_cost(ranks[0])
-    if cost is not None and cost <= COST_SAID:
-        yield f"the doctor's own cost: {100 * cost:.2g} % of a step"
 
 
 def _little(gain: Estimate, by: str) -> str:
@@ -668,117 +645,47 @@ def _little(gain: Estimate, by: str) -> str:
 def unknown(profiles: Sequence[Profile]) -> list[str]:
     """What this run can't say, what wasn't tried and why."""
     ranks = with_steps(profiles)
-    texts = [*_unclear(ranks), *_models(ranks[0])] if ranks else []
+    texts = list(_unclear(ranks)) if ranks else []
     texts += [*(text for f in profiles for text in f.unseen), *_not_tried(profiles)]
     return list(dict.fromkeys([*texts, *(bottlenecks.NOT_DETECTED if ranks else ())]))
 
 
-def _models(profile: Profile) -> Iterator[str]:
-    """Where they run, if not by a call that the hooks see."""
-    lines = [n for n in profile.lines if n.kind == "model"]
-    if lines:
-        where = next((f" ({os.path.basename(n.file)}:{n.line})" for n in lines if n.line), "")
-        yield (
-            f"what models cost that no optimizer trains, or whose forward() is called by name{where}: "
-            f"{ms(sum(n.ms for n in lines) / 1e3)} of '{bottlenecks.PARTS['prepare']}'"
-        )
-
-
 def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
-    unclear = [(c.mode or c.name, gain, by) for c, gain, by, _ in _priced(ranks) if _standing(gain, by) == "unclear"]
+    first = ranks[0]
+    noisy = [f"{b.mode or b.name} {gain}" for b, gain, by, _ in _priced(ranks) if _standing(gain, by) == "unclear"]
     late = lateness(ranks)
     if late is not None and standing(late.gain) == "unclear":
-        unclear.append(("ranks as fast as each other", late.gain, late.by))
-    by_reason: dict[str, list[str]] = {}
-    for mode, gain, by in unclear:
-        by_reason.setdefault(_not_known(gain, by, ranks[0]), []).append(f"{mode} {gain}")
-    for why, modes in by_reason.items():
-        yield f"{why}: {', '.join(modes)}"
+        noisy.append(f"ranks as fast as each other {late.gain}")
+    if noisy:
+        more = f"--seconds {4 * first.seconds:g} on a quiet machine" if first.seconds else "a quiet machine"
+        yield f"too few or too unsteady steps to say what these give ({more} tells more): {', '.join(noisy)}"
     if gains.split(ranks):
-        waits = [part_s(f, "exchange") for f in ranks]
-        yield (
-            "whether a rank is late, and what exchange costs: ranks hold different parts of the model, or weights of "
-            f"their own; of a step's {ms(mean_step_s(ranks))} they wait {ms(min(waits))} to {ms(max(waits))} in calls "
-            "that send and receive"
-        )
-    for f in ranks:
-        if _fills(f) and _not_by_tensors(f):
-            whose = f" of rank {f.rank}" if len(ranks) > 1 else ""
-            yield (
-                f"why the process{whose} grows by {memory_growth(f)} with each step: its tensors don't. It may be "
-                "the C library, which settles: --steps 300 tells more"
-            )
-            break
-    cost = hooks_cost(ranks[0])
-    if cost is not None and cost > COST_SAID:
+        yield "whether a rank is late: ranks hold different parts of the model, or weights of their own"
+    if any(_fills(f) and _not_by_tensors(f) for f in ranks):
+        yield "why the process grows: its tensors don't. It may be the C library, which settles: --steps 300 tells"
+    models = [n for n in first.lines if n.kind == "model"]
+    if models:
+        took, part = ms(sum(n.ms for n in models) / 1e3), bottlenecks.PARTS["prepare"]
+        yield f"what models cost that no optimizer trains, or whose forward() is called by name: {took} of '{part}'"
+    if (cost := hooks_cost(first)) is not None and cost > COST_SAID:
         yield f"the doctor's hooks take {100 * cost:.0f} % of so short a step: its parts look longer than they are"
-    if not all(gains.enough(memory_growth(f)) for f in ranks):
-        yield f"whether memory grows: {count(min(len(f.step_s) for f in ranks), 'step')} don't tell"
-
-
-def _not_known(gain: Estimate, by: str, profile: Profile) -> str:
-    if not gains.enough(gain):
-        few = f"{count(gain.n, 'round' if by == INTERLEAVED else 'step')} are too few for an interval"
-        return few + (f" ({_ended_before(profile)})" if by == INTERLEAVED and profile.stage != "done" else "")
-    if by == FROM_PARTS:
-        return "too rare or too unsteady in these steps to say what it costs (--steps 200 tells)"
-    if gain.low > 1 or gain.high < 1:
-        return f"a difference, too small or too unsteady to say what it is worth ({_narrower(gain.n, profile)})"
-    return f"no difference that this run can show, but too much noise to call it none ({_narrower(gain.n, profile)})"
-
-
-def _narrower(rounds: int, profile: Profile) -> str:
-    """What makes an interval narrower. Four times the rounds halve it; more than MOST_ROUNDS are never taken."""
-    if rounds >= MOST_ROUNDS or not profile.seconds:
-        return f"{rounds} rounds were taken: a machine with nothing else to do tells more"
-    more = math.ceil(profile.seconds * min(4.0, MOST_ROUNDS / rounds))
-    return f"--seconds {more} tells more, best with nothing else on this machine"
 
 
 def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
-    ranks, modes = with_steps(profiles), {}
-    gone = {mode for f in profiles for mode in f.gone}
-    priced = gone & {bottleneck.mode for bottleneck, *_ in (_priced(ranks) if ranks else ())}
+    modes: dict[str, list[str]] = {}
+    reasons = [item for f in profiles for item in (f.not_tried | f.left_out).items()]
+    named = {mode for mode, _ in reasons}
     for f in profiles:
-        for mode, why in (f.not_tried | f.left_out).items():
-            if mode not in priced and mode not in modes.setdefault(why, []):
-                modes[why].append(mode)
-    if ranks:
-        told = {mode for names in modes.values() for mode in names}
-        for mode in _never_reached(profiles, told):
-            modes.setdefault(_ended_before(_first_to_end(profiles)), []).append(mode)
+        if f.step_s and f.ended != "done":
+            why = f"the run ended after {count(f.steps, 'step')}: let it train longer, or --steps 10 --only NAME"
+            reasons += [(mode, why) for mode in not_reached(f) if mode not in named]
+    for mode, why in reasons:
+        if mode not in modes.setdefault(why, []):
+            modes[why].append(mode)
     if modes:
         yield "not tried: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in modes.items())
     if profiles and profiles[0].seconds == 0:
-        yield "what any fix gives: no step without a part was to be tried (without --seconds 0 they are)"
-
-
-def _never_reached(profiles: Sequence[Profile], told: set[str]) -> list[str]:
-    """What has no round that all ranks have taken, and of which no reason is known."""
-    left = {name for f in profiles for name in not_reached(f)}
-    left |= {name for f in profiles for name in f.interleaved_s if name != AS_IS and not gains.pairs_s(profiles, name)}
-    planned = dict.fromkeys(name for f in profiles for name in (*f.planned, *f.interleaved_s))
-    over = any(f.stage != "done" or f.ended != "done" for f in profiles)
-    return [name for name in planned if name in left - told] if over else []
-
-
-def _first_to_end(profiles: Sequence[Profile]) -> Profile:
-    """The rank that ended the run: of several the one that neither failed for another's sake nor was ended by us."""
-    early = [f for f in profiles if f.ended != "done"] or list(profiles)
-    return min(early, key=lambda f: (f.steps, f.ended not in ("exit", "killed", "stopped"), f.rank))
-
-
-def _ended_before(profile: Profile) -> str:
-    """Why a run was over before all was tried, and what to type."""
-    steps = count(profile.steps, "step")
-    rank = f" of rank {profile.rank}" if profile.ranks > 1 else ""
-    longer = "let it train longer, or measure less: --steps 10 --only NAME"
-    return {
-        "script ended": f"the script{rank} ended after {steps}: {longer}",
-        "exit": f"the script{rank} left after {steps}: {longer}",
-        "error": f"the script{rank} failed after {steps}",
-        "silent": f"the script{rank} took no step for too long after {steps}: --timeout N waits longer",
-    }.get(profile.ended, f"the run{rank} was ended after {steps}")
+        yield "what any fix gives: nothing was to be tried (without --seconds 0 it is)"
 
 
 def hooks_cost(profile: Profile) -> float | None:

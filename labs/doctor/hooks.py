@@ -38,38 +38,17 @@ from labs.kit import _compat
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 COPIES = ("to", "cuda")
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce",
-    "reduce_scatter",
-    "barrier",
-    "broadcast",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "batch_isend_irecv",
-    "all_gather_single",
-    "reduce_scatter_single",
-)
+COLLECTIVES = """all_reduce all_gather all_gather_into_tensor reduce reduce_scatter barrier broadcast
+reduce_scatter_tensor all_to_all all_to_all_single gather scatter send recv all_gather_object broadcast_object_list
+gather_object
+batch_isend_irecv all_gather_single reduce_scatter_single""".split()
 """Those that this torch has; FSDP calls the last two. Not isend and irecv: torch compares functions that it is given
 with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
-LOOKED_FOR = 6
-"""Steps after which no more is done to find out which modules the script calls."""
-GONE = 20
-"""Steps of other optimizers after which the one that ended a step is taken for gone."""
-ITERATIONS = 3
-"""From the start: in these it is found out which of several optimizers ends an iteration."""
+LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
+GONE = 20  # Steps of other optimizers after which the one that ended a step is taken for gone
+ITERATIONS = 3  # From the start: in these it is found out which of several optimizers ends an iteration
 HERE = os.path.dirname(os.path.realpath(__file__))
 LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 SCALER = os.path.join("amp", "grad_scaler.py")
@@ -125,39 +104,27 @@ class Hooks:
         """`folder`: of the script; only lines of files in it are noted."""
         self.folder, self.on_step = os.path.realpath(folder), on_step
         self.spans = Spans()
-        self.probes: Any = None
-        """Of labs.doctor.probes: they see each call of a model."""
-        self.recording = False
-        """Whether lines and device times are noted."""
+        self.probes: Any = None  # Of labs.doctor.probes: they see each call of a model
+        self.recording = False  # Whether lines and device times are noted
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
-        self.backwards = 0
-        """Backward passes in this step."""
+        self.backwards = 0  # Backward passes in this step
         self.ddp: list[Any] = []
-        self.exchanges = 0
-        """Backward passes in which DDP exchanges gradients, while lines are noted."""
-        self.loader_starts = 0
-        """Iterations over a training's DataLoader that began in this step."""
-        self.restarts = 0
-        """Of these, those that started its workers anew."""
-        self.anomaly = False
-        """Whether autograd's anomaly detection was on in a backward pass."""
-        self.unused_seen = False
-        """Whether a step did not use all parameters of `watch_unused`."""
+        self.exchanges = 0  # Backward passes in which DDP exchanges gradients, while lines are noted
+        self.loader_starts = 0  # Iterations over a training's DataLoader that began in this step
+        self.restarts = 0  # Of these, those that started its workers anew
+        self.anomaly = False  # Whether autograd's anomaly detection was on in a backward pass
+        self.unused_seen = False  # Whether a step did not use all parameters of `watch_unused`
         self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         """By id. A script may make a new one in each epoch."""
-        self.roots: dict[int, Any] = {}
-        """Outermost modules that hold parameters of an optimizer, by id."""
-        self.called: set[int] = set()
-        """Roots that were called with gradients."""
+        self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
+        self.called: set[int] = set()  # Roots that were called with gradients
         self.forwards: set[types.CodeType] = set()
         """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
-        self.compiled: set[int] = set()
-        """Roots on which `module.compile()` was called."""
+        self.compiled: set[int] = set()  # Roots on which `module.compile()` was called
         self.precision: dict[str, str] = {}
         self.loader: Any = None
         """The DataLoader that batches of the training came from; the last of them, if there are several."""
-        self.training: weakref.WeakSet = weakref.WeakSet()
-        """All DataLoaders of the training, and of the evaluation:"""
+        self.training: weakref.WeakSet = weakref.WeakSet()  # All DataLoaders of the training, and of the evaluation:
         self.evaluating: weakref.WeakSet = weakref.WeakSet()
         self.device: Any = None
         self.synchronised = True
@@ -173,22 +140,17 @@ class Hooks:
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
         self._stepping: dict[int, list[Any]] = {}
-        self.traced = False
-        """Whether torch.compile has traced something."""
+        self.traced = False  # Whether torch.compile has traced something
         self._events: list[tuple[str, Any, Any]] = []
         self._optimizer_began: Any = None
         # What a counterfactual changes, for as long as it lasts
-        self.same_batch = False
-        """Each batch of the training is the one before."""
-        self.of_batch: Callable[[Any], Any] | None = None
-        """What becomes of a batch of the training."""
-        self.around_forward: Callable[[], Any] = nullcontext
-        """A context in which outermost modules are called."""
+        self.same_batch = False  # Each batch of the training is the one before
+        self.of_batch: Callable[[Any], Any] | None = None  # What becomes of a batch of the training
+        self.around_forward: Callable[[], Any] = nullcontext  # A context in which outermost modules are called
         self.of_input: Callable[[Any], Any] | None = None
         self.of_output: Callable[[Any], Any] | None = None
         """What becomes of an outermost module's arguments, and of its output where that has gradients."""
-        self.instead: dict[int, Callable[..., Any]] = {}
-        """By root: what is called in its place."""
+        self.instead: dict[int, Callable[..., Any]] = {}  # By root: what is called in its place
         self.known_values = False
         """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
         self._values: dict[tuple, list[Any]] = {}

@@ -46,37 +46,29 @@ class Line:
     kind: str
     """ "synchronise", "print", "save", "copy" or "exchange"; of lines seen by sampling "prepare", "model" (in
     "prepare", in a forward that the hooks do not see), "loss" (in "rest", before the first backward) or "rest"."""
-    what: str
-    """The call: "item", "print", ...; "" by sampling."""
+    what: str  # The call: "item", "print", ...; "" by sampling
     file: str
     line: int
-    code: str
-    """The line itself, without spaces around it."""
-    calls: float
-    """Per step; 0 by sampling."""
-    ms: float
-    """Per step, on the host."""
+    code: str  # The line itself, without spaces around it
+    calls: float  # Per step; 0 by sampling
+    ms: float  # Per step, on the host
 
 
 @dataclass
 class Loader:
     """A DataLoader that the training took batches from."""
 
-    batch_size: int | None
-    """None: a batch_sampler of the script's own makes batches."""
+    batch_size: int | None  # None: a batch_sampler of the script's own makes batches
     workers: int
-    prefetch: int
-    """Batches that each worker has ready; 0 without workers."""
+    prefetch: int  # Batches that each worker has ready; 0 without workers
     pinned: bool
     persistent: bool
     dataset: str
     sampler: str
-    wait_ms: float
-    """Median wait for a batch in a step as it is."""
+    wait_ms: float  # Median wait for a batch in a step as it is
     by_batch_ms: float | None = None
     """Of one index for a whole batch, where samples are rows of tensors or arrays that the dataset holds."""
-    item: str = ""
-    """Where the dataset's __getitem__ is in the script: "file:line  code"."""
+    item: str = ""  # Where the dataset's __getitem__ is in the script: "file:line  code"
 
 
 @dataclass
@@ -95,16 +87,11 @@ class Profile:
     """"done" (all was measured), "script ended", "exit", "error", "killed", "silent" (no step for too long), "stopped"
     (from outside, by the signal that `error` names)."""
     exit_code: int | None = None
-    error: str = ""
-    """Last line of the script's error, with file and line."""
-    output: list[str] = field(default_factory=list)
-    """Last lines that the script printed, if it did not come to its end."""
-    stage: str = "start"
-    """How far it came: "start", "warm-up", "as it is", "in turn", "done"."""
-    steps: int = 0
-    """Optimizer steps that were seen, warm-up included."""
-    wall_s: float = 0.0
-    """From the start of the script's process to its end."""
+    error: str = ""  # Last line of the script's error, with file and line
+    output: list[str] = field(default_factory=list)  # Last lines that the script printed, if it did not come to its end
+    stage: str = "start"  # How far it came: "start", "warm-up", "as it is", "in turn", "done"
+    steps: int = 0  # Optimizer steps that were seen, warm-up included
+    wall_s: float = 0.0  # From the start of the script's process to its end
 
     step_s: list[float] = field(default_factory=list)
     """Each step that was measured as it is: on a GPU by its own clock, from the end of one step to that of the next."""
@@ -112,17 +99,13 @@ class Profile:
     """By kind, for each of these steps: they sum to the step."""
     device_s: dict[str, list[float]] = field(default_factory=dict)
     """On a GPU: by kind, time between events on its stream. `spans_s` is the host's."""
-    micro_batches: float = 1.0
-    """Backward passes per optimizer step."""
-    samples: float | None = None
-    """Per step and rank."""
-    lines: list[Line] = field(default_factory=list)
-    """Costliest first."""
+    micro_batches: float = 1.0  # Backward passes per optimizer step
+    samples: float | None = None  # Per step and rank
+    lines: list[Line] = field(default_factory=list)  # Costliest first
     loader: Loader | None = None
     restarts: list[int] = field(default_factory=list)
     """Of these steps those in which workers were started anew, for an epoch."""
-    probes: list[dict[str, Any]] = field(default_factory=list)
-    """What labs.doctor.probes has seen of wrong results."""
+    probes: list[dict[str, Any]] = field(default_factory=list)  # What labs.doctor.probes has seen of wrong results
 
     interleaved_s: dict[str, list[list[float]]] = field(default_factory=dict)
     """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
@@ -139,10 +122,8 @@ class Profile:
     """Of these the modes whose reason is that what they take away is not there."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By mode: why it had no turn although it can be tried, and what to type."""
-    planned: list[str] = field(default_factory=list)
-    """Counterfactuals and trials that were wanted, by name."""
-    seconds: float | None = None
-    """That were given for them."""
+    planned: list[str] = field(default_factory=list)  # Counterfactuals and trials that were wanted, by name
+    seconds: float | None = None  # That were given for them
 
     loader_s: dict[str, list[float]] = field(default_factory=dict)
     """By number of workers: time per batch of the DataLoader alone, as fast as it can; one per round."""
@@ -168,8 +149,7 @@ class Profile:
     cost: dict[str, float] = field(default_factory=dict)
     """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory, of all steps), s
     (per step: calls at their price, and looks at memory and at lines)."""
-    unseen: list[str] = field(default_factory=list)
-    """What this training does that the doctor cannot see, in words."""
+    unseen: list[str] = field(default_factory=list)  # What this training does that the doctor cannot see, in words
 
     def save(self, path: Path) -> None:
         """Atomically: a reader sees all of it or what was there before."""

@@ -34,8 +34,7 @@ class Ranks:
     def __init__(self, told: int) -> None:
         """`told`: how many ranks there are, by what has started them."""
         self.told, self.calls = told, 0
-        self.alone = False
-        """Whether others train with this one and the doctor is not in them: nobody is asked."""
+        self.alone = False  # Whether others train with this one and the doctor is not in them: nobody is asked
 
     def look(self) -> None:
         """Whether ranks answer of which nothing was told: the script itself may have started them, or another shell."""

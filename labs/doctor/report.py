@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, UNPRICED, WRONG
 from labs.doctor.findings import (
-    COST_SAID,
     Finding,
     find,
     healthy,
     hooks_cost,
     mean_step_s,
-    memory_growth,
     ms,
     unknown,
     with_steps,
@@ -42,17 +40,13 @@ if TYPE_CHECKING:
     from labs.doctor.static_rules import Match
 
 TEMPLATE = Path(__file__).with_name("report_page.html.txt")
-VERSION = 2
-"""Of the JSON."""
+VERSION = 2  # Of the JSON
 COLUMNS = 112
-SHOWN = 4
-"""Findings on the page: the largest problem, and three more."""
-ENOUGH_STEPS = 50
-"""For a page that tells something, by default: warm-up, as they are, and some rounds."""
+SHOWN = 4  # Findings on the page: the largest problem, and three more
+ENOUGH_STEPS = 50  # For a page that tells something, by default: warm-up, as they are, and some rounds
 SMALL, DIFFERENT = 0.005, 0.10
 """Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
-SCATTER = 0.2
-"""Of the median step, between its quartiles: it is reported."""
+SCATTER = 0.2  # Of the median step, between its quartiles: it is reported
 PROBLEMS = (WRONG, SLOW, RISK)
 ENDS = {
     "script ended": "the script ended by itself",
@@ -69,10 +63,8 @@ ENDS = {
 class Report:
     """Made by `make`, or read by `load`."""
 
-    profiles: list[Profile]
-    """Of the ranks that left one."""
-    findings: list[Finding]
-    """The most severe first."""
+    profiles: list[Profile]  # Of the ranks that left one
+    findings: list[Finding]  # The most severe first
     healthy: list[str]
     unknown: list[str]
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -267,31 +259,22 @@ def rank_table(ranks: Sequence[Profile]) -> tuple[list[str], list[list[str]]]:
     return ["ms per step", *(f"rank {ranks[r].rank}" for r in shown)], rows
 
 
-def machine(ranks: Sequence[Profile]) -> list[tuple[str, str]]:
-    """(What, value with unit): memory by category, threads, cores, GPU, and the doctor's own cost; of one rank."""
+def machine(ranks: Sequence[Profile]) -> Iterator[str]:
+    """Memory by category, threads, cores, a GPU's host, and the doctor's own cost; of one rank."""
     f = ranks[0]
-    m, has, whose = f.memory, f.machine, f" of rank {f.rank}" if len(ranks) > 1 else ""
+    m, has = f.memory, f.machine
     memory = [f"{name} {_bytes(m[name])}" for name in ("parameters", "gradients", "optimizer", "peak") if m.get(name)]
-    rows = [(f"memory{whose}", ", ".join(memory))] if memory else []
-    if (grows := memory_growth(f)) is not None:
-        rows.append(("memory's growth", f"{grows} per step"))
+    if memory:
+        yield f"memory of rank {f.rank}: {', '.join(memory)}"
     if has.get("threads"):
-        share = f", {has['cpu_share']:.2g} of them busy with this rank" if has.get("cpu_share") is not None else ""
-        each = " in each rank" if f.local_ranks > 1 else ""
-        threads = f"{many(has['threads'], 'thread')} of torch's{each}, {many(has.get('cores', 0), 'core')}{share}"
-        others = others_percent(ranks)
-        rows.append(("processor", threads + ("" if math.isnan(others) else f"; other programs took {others:.0f} %")))
-    if has.get("gpu_percent") is not None:
-        power = f", {has['power_w']:.0f} W" if has.get("power_w") else ""
-        rows.append((f"GPU{whose}", f"some kernel ran {has['gpu_percent']} % of the time{power}"))
+        yield f"{many(has['threads'], 'thread')} of torch's in each rank, {many(has.get('cores', 0), 'core')}"
+    if not math.isnan(others := others_percent(ranks)):
+        yield f"other programs took {others:.0f} % of them"
     if f.device_s:
         host = ", ".join(f"{PARTS[k]} {ms(s)}" for k in KINDS if (s := gains.part_s(f, k)) >= SMALL * mean_step_s([f]))
-        rows.append(("by the host's clock", host))
+        yield f"by the host's clock: {host}"
     if (cost := hooks_cost(f)) is not None:
-        often = f"{f.cost.get('calls', 0):.0f} calls in a step"
-        too_much = ": too much for parts to be exact" if cost > COST_SAID else ""
-        rows.append(("the doctor's own cost", f"{100 * cost:.2g} % of a step ({often}){too_much}"))
-    return rows
+        yield f"the doctor's own cost: {100 * cost:.2g} % of a step ({f.cost.get('calls', 0):.0f} calls in it)"
 
 
 def method(report: Report) -> str:
@@ -336,34 +319,36 @@ def _lines(report: Report, everything: bool) -> Iterator[str]:
         yield f"  {left} more: --all, or report.html."
     yield from ([""] if told else [])
     yield from (line for text in summary(report) for line in wrapped(text))
+    yield from _step_and_ranks(report)
+    if everything:
+        options, unpriced = ([f for f in report.findings if f.kind == kind] for kind in (OPTION, UNPRICED))
+        for title, entries in ((MORE, told[SHOWN:]), (OPTIONS, grouped(options)), (NOT_PRICED, grouped(unpriced))):
+            yield from _heading(title) if entries else ()
+            for number, (finding, places) in enumerate(entries, 1):
+                yield from _entry(number, finding, places)
+        yield from _texts_of(report)
+
+
+def _step_and_ranks(report: Report) -> Iterator[str]:
+    """Bars of a step's parts, and the ranks side by side if they differ."""
     if ranks := report.seen:
         slowest = max(ranks, key=lambda f: sum(f.step_s))
         yield from _heading(f"Where a step goes{f' (rank {slowest.rank})' if len(ranks) > 1 else ''}")
-        yield from _bars(slowest)
+        for _, name, s, share in parts(slowest):
+            yield f"  {name:<32}{ms(s):>9} {100 * share:4.0f} %  {'#' * max(1, round(50 * share))}"
         header, rows = rank_table(ranks)
         if rows:
             yield from _heading("The ranks differ")
             yield from (f"  {row[0]:<32}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in [header, *rows])
-    if everything:
-        yield from _rest(report, told[SHOWN:])
 
 
-def _rest(report: Report, others: Sequence[tuple[Finding, list[str]]]) -> Iterator[str]:
-    """What --all prints after the page."""
-    options = grouped([f for f in report.findings if f.kind == OPTION])
-    unpriced = grouped([f for f in report.findings if f.kind == UNPRICED])
-    for title, entries in ((MORE, others), (OPTIONS, options), (NOT_PRICED, unpriced)):
-        if entries:
-            yield from _heading(title)
-        for number, (finding, places) in enumerate(entries, 1):
-            yield from _entry(number, finding, places)
+def _texts_of(report: Report) -> Iterator[str]:
     for title, texts in ((FINE, report.healthy), (NOT_KNOWN, report.unknown)):
-        if texts:
-            yield from _heading(title)
-            yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
+        yield from _heading(title) if texts else ()
+        yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
     if report.seen:
         yield from _heading("Machine and method")
-        yield from wrapped("; ".join(f"{what}: {value}" for what, value in machine(report.seen)) + ".", "  ")
+        yield from wrapped("; ".join(machine(report.seen)) + ".", "  ")
         yield from wrapped(method(report), "  ")
 
 
@@ -382,11 +367,6 @@ def grouped(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
 def _heading(text: str) -> Iterator[str]:
     yield ""
     yield text.upper()
-
-
-def _bars(profile: Profile) -> Iterator[str]:
-    for _, name, s, share in parts(profile):
-        yield f"  {name:<32}{ms(s):>9} {100 * share:4.0f} %  {'#' * max(1, round(50 * share))}"
 
 
 def _entry(number: int, finding: Finding, places: Sequence[str], brief: bool = False) -> Iterator[str]:
@@ -440,76 +420,32 @@ def write_html(report: Report, path: Path) -> Path:
 def _html(report: Report) -> Iterator[str]:
     """Lines of HTML. Whatever is not written here goes through `escape`: a script's text stays text."""
     yield f"<h1>{escape(headline(report))}</h1>"
-    yield from (f"<p>{escape(line)}</p>" for line in summary(report))
     if report.profiles:
         yield f'<p class="soft"><code>{escape(shlex.join(report.profiles[0].argv))}</code></p>'
     if ranks := report.seen:
-        yield from _html_step(max(ranks, key=lambda f: sum(f.step_s)), len(ranks) > 1)
-        header, rows = rank_table(ranks)
-        yield from _html_table("The ranks differ", header, rows)
-    options = [f for f in report.findings if f.kind == OPTION]
-    unpriced = [f for f in report.findings if f.kind == UNPRICED]
-    for title, found in (("Findings", report.problems), (OPTIONS, options), (NOT_PRICED, unpriced)):
-        if found:
-            yield f"<h2>{title}</h2>"
-        for number, (finding, places) in enumerate(grouped(found), 1):
-            yield from _html_finding(number, finding, places)
-    for title, texts in ((FINE, report.healthy), (NOT_KNOWN, report.unknown)):
-        if texts:
-            yield f"<h2>{title}</h2>\n<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
-    if ranks:
-        yield from _html_table("Machine and method", [], [list(row) for row in machine(ranks)])
-        yield f'<p class="soft">{escape(method(report))}</p>'
+        yield from _html_bar(max(ranks, key=lambda f: sum(f.step_s)))
+    for number, (finding, places) in enumerate(grouped(report.findings), 1):
+        yield f"<article>\n<h3>{number}. {escape(finding.kind)}: {escape(finding.name)}</h3>"
+        if finding.gain:
+            yield f'<p class="gain">{escape(priced(finding))}</p>'
+        yield f"<p>{escape(capital(finding.what))}.</p>\n<dl>"
+        rows = [*(("line", where) for where in places), ("fix", finding.fix), ("known", finding.by)]
+        rows += [("notebook", finding.notebook)]
+        yield from (f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
+        yield "</dl>\n</article>"
+    rest = [*summary(report), *_step_and_ranks(report), *_texts_of(report)]
+    yield f"<pre>{escape(chr(10).join(rest))}</pre>"
 
 
-def _html_step(profile: Profile, many_ranks: bool) -> Iterator[str]:
-    """A step as a bar, and as a table."""
+def _html_bar(profile: Profile) -> Iterator[str]:
     rows = parts(profile)
-    if not rows:
-        return
-    order = sorted(rows, key=lambda row: -row[2])
-    color = {row[0]: min(i, 9) if i < 6 else 9 for i, row in enumerate(order)}
+    order = [row[0] for row in sorted(rows, key=lambda row: -row[2])]
     text = ", ".join(f"{name} {100 * share:.0f} %" for _, name, _, share in rows)
-    yield f"<h2>Where a step goes{f' (rank {profile.rank})' if many_ranks else ''}</h2>"
     yield f'<div class="bar" role="img" aria-label="A step: {escape(text)}">'
     for kind, name, _, share in rows:
-        label = escape(name) if share > 0.12 else ""
-        yield f'<span class="c{color[kind]}" style="flex: {share:.4f} 1 0">{label}</span>'
+        label, color = escape(name) if share > 0.12 else "", order.index(kind) if order.index(kind) < 6 else 9
+        yield f'<span class="c{color}" style="flex: {share:.4f} 1 0">{label}</span>'
     yield "</div>"
-    table = [[name, ms(s), f"{100 * share:.0f} %"] for _, name, s, share in rows]
-    yield from _html_table("", ["part", "per step", "share"], table, [color[row[0]] for row in rows])
-
-
-def _html_table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[int] = ()
-) -> Iterator[str]:
-    """Nothing without rows. The first cell of each is its name; `colors`: of the parts."""
-    if not rows:
-        return
-    if title:
-        yield f"<h2>{title}</h2>"
-    yield '<div class="wide"><table>'
-    if header:
-        heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-        yield f"<thead><tr>{heads}</tr></thead>"
-    yield "<tbody>"
-    for i, (name, *cells) in enumerate(rows):
-        swatch = f'<span class="swatch c{colors[i]}"></span>' if colors else ""
-        cell_tag = '<td class="n">' if header else "<td>"
-        values = "".join(f"{cell_tag}{escape(cell)}</td>" for cell in cells)
-        yield f'<tr><th scope="row">{swatch}{escape(name)}</th>{values}</tr>'
-    yield "</tbody></table></div>"
-
-
-def _html_finding(number: int, finding: Finding, places: Sequence[str]) -> Iterator[str]:
-    yield f"<article>\n<h3>{number}. {escape(finding.kind)}: {escape(finding.name)}</h3>"
-    if finding.gain:
-        yield f'<p class="gain">{escape(priced(finding))}</p>'
-    yield f"<p>{escape(capital(finding.what))}.</p>\n<dl>"
-    yield from (f"<dt>line</dt><dd><code>{escape(where)}</code></dd>" for where in places)
-    rows = [("fix", finding.fix), ("known", finding.by), ("notebook", finding.notebook)]
-    yield from (f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
-    yield "</dl>\n</article>"
 
 
 # JSON

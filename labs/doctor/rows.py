@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 BATCHES = 8
-MOST_HELD = 50
-"""Values of a dataset that are looked at."""
+MOST_HELD = 50  # Values of a dataset that are looked at
 
 
 def rows_in_memory(dataset: Any) -> Callable[[Any], Any] | None:

@@ -19,8 +19,7 @@ from labs.doctor.profile import Line, Profile
 
 PERIOD_S = 0.005
 """On average; by lot, so that it does not go along with the steps. A look takes some 30 us, and the GIL."""
-FEWEST = 6
-"""Looks at a line that tell of it."""
+FEWEST = 6  # Looks at a line that tell of it
 
 
 class Sampler(threading.Thread):
@@ -29,8 +28,7 @@ class Sampler(threading.Thread):
     def __init__(self, hooks: Hooks) -> None:
         super().__init__(name="doctor", daemon=True)
         self.hooks, self.ended = hooks, threading.Event()
-        self.took_s = 0.0
-        """Of the processor's time, by this thread: looking, and waking up for it."""
+        self.took_s = 0.0  # Of the processor's time, by this thread: looking, and waking up for it
         self.seen: Counter[tuple[str, str, int]] = Counter()
         """By kind ("prepare", "model", "loss", "rest"), file and line."""
 

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -30,22 +29,17 @@ from labs.doctor.snapshot import ScriptObjects, StateSnapshot
 from labs.kit import _compat
 
 WARM_UP = 5
-MOST_WARM_UP = 40
-"""While torch.compile goes on compiling."""
+MOST_WARM_UP = 40  # While torch.compile goes on compiling
 LEAST_ROUNDS, MOST_ROUNDS = 6, 40
 """At least as many as an interval needs (labs.kit.measure.fewest, which would import torch before the script does)."""
 NARROW, NARROW_ROUNDS = 1.08, 10
 """After so many rounds no more are taken if the upper end of each interval is at most so many times the lower one. What
 the interval holds decides nothing: to stop as soon as it holds no 1 would accuse every other healthy training."""
-TURN_S = 0.1
-"""A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
+TURN_S = 0.1  # A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)
 MOST_STEPS = 10
-LEAST_STEPS = 5
-"""Of a turn on a device that works beside the host: between these steps it is not waited for."""
-BURST_S = 1.0
-"""For a turn with workers, which give a batch each at about the same time: at most."""
-TRIAL_SHARE = 0.2
-"""Of the time, for each trial beside the script's loop."""
+LEAST_STEPS = 5  # Of a turn on a device that works beside the host: between these steps it is not waited for
+BURST_S = 1.0  # For a turn with workers, which give a batch each at about the same time: at most
+TRIAL_SHARE = 0.2  # Of the time, for each trial beside the script's loop
 SPARE = 1.2
 """Times the seconds that are missing: those that a user is told to add, for steps do not take the same time again."""
 EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
@@ -55,30 +49,21 @@ MUCH_SLOWER, SLOWER = 8.0, 2.0
 """A counterfactual whose fastest step takes so many times a step as it is, in two rounds on end, has no further one
 where the time is short of MOST_ROUNDS; the second number counts when it is over. The fastest, for on a busy machine
 some steps of a millisecond take a hundred."""
-Steps = Generator[None, dict[str, float], None]
-"""Takes the next step, and is sent its seconds by kind."""
+Steps = Generator[None, dict[str, float], None]  # Takes the next step, and is sent its seconds by kind
 
 
 class Mode(Protocol):
     """A counterfactual: what a step would take if one thing were otherwise. An upper bound of what its cure gives."""
 
     name: str
-    settle: int
-    """Steps after its start that are not counted."""
-    samples_factor: float
-    """Samples in one of its steps, in those of a step as it is."""
-    needs_restore: bool
-    """Whether its steps leave something else in model or optimizer than a step as it is would."""
-    risky: bool
-    """Whether a script may not survive it."""
-    on_request: bool
-    """Tried only if its name is given: it takes long."""
+    settle: int  # Steps after its start that are not counted
+    samples_factor: float  # Samples in one of its steps, in those of a step as it is
+    needs_restore: bool  # Whether its steps leave something else in model or optimizer than a step as it is would
+    risky: bool  # Whether a script may not survive it
+    on_request: bool  # Tried only if its name is given: it takes long
 
     def why_not(self, hooks: Hooks, profile: Profile) -> str:
         """Why it cannot be tried or would show nothing; "" if it can."""
-
-    def promise(self, hooks: Hooks, profile: Profile) -> float:
-        """Share of a step that it may save, by a guess from the steps as they are: time goes where there is most."""
 
     def enter(self, hooks: Hooks) -> None:
         """Until `leave`."""
@@ -100,19 +85,9 @@ class Trial(Protocol):
         """Into `profile`, within the time."""
 
 
-class OnRequest:
-    """In the place of a mode that takes long, and that nobody has asked for."""
-
-    def __init__(self, mode: Mode) -> None:
-        self.name, self.mode = mode.name, mode
-
-
-def plan(
-    hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Sequence[Mode | Trial | OnRequest]
-) -> Steps:
+def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Sequence[Mode | Trial]) -> Steps:
     """All steps that are wanted, noted in `profile`. Ends when they are done. `seconds`: for what is after `steps`."""
-    wanted = [mode for mode in modes if not isinstance(mode, OnRequest)]
-    profile.seconds, profile.planned = seconds, [mode.name for mode in wanted]
+    profile.seconds, profile.planned = seconds, [mode.name for mode in modes]
     ranks = Ranks(profile.ranks)
     try:
         profile.stage = "warm-up"
@@ -125,13 +100,7 @@ def plan(
         yield  # what the process uses is looked at here, before anything is copied
         if ranks.alone:
             raise Apart("the doctor is not in the ranks that the script has started itself")
-        for mode in (mode.mode for mode in modes if isinstance(mode, OnRequest)):
-            if why := mode.why_not(hooks, profile):
-                profile.not_tried[mode.name] = why
-                profile.gone += [mode.name] if isinstance(why, Gone) else []
-            else:
-                profile.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
-        yield from _Interleaved(hooks, profile, ranks, seconds - longer_s).all(wanted)
+        yield from _Interleaved(hooks, profile, ranks, seconds - longer_s).all(modes)
     except Apart as e:
         if not profile.step_s:
             profile.error = str(e)
@@ -207,11 +176,9 @@ class _Interleaved:
     def __init__(self, hooks: Hooks, profile: Profile, ranks: Ranks, seconds: float) -> None:
         self.hooks, self.profile, self.ranks = hooks, profile, ranks
         self.ends, self.seconds = time.perf_counter() + seconds, seconds
-        self.snapshot: StateSnapshot | None = None
-        """Copies, as long as they are those of the last step as it is."""
+        self.snapshot: StateSnapshot | None = None  # Copies, as long as they are those of the last step as it is
         self.found: ScriptObjects | None = None
-        self.fastest_s: dict[str, list[float]] = {}
-        """By name: the fastest step of each turn."""
+        self.fastest_s: dict[str, list[float]] = {}  # By name: the fastest step of each turn
         self.step_s, self.steps, self.settle, self.drain = json.loads(ranks.first_says(json.dumps(self._lengths())))
 
     def _lengths(self) -> tuple[float, int, int, int]:
@@ -230,14 +197,11 @@ class _Interleaved:
         """Those that can be tried: first all that are harmless together, then one after the other."""
         tried = self._that_can(modes)
         trials = [mode for mode in tried if hasattr(mode, "measure")]
-        promises = {mode.name: mode.promise(self.hooks, self.profile) for mode in tried if mode not in trials}
-        promises = json.loads(self.ranks.first_says(json.dumps(promises)))
         safe = [mode for mode in tried if mode not in trials and not mode.risky]
-        risky = sorted((mode for mode in tried if mode not in trials and mode.risky), key=lambda m: -promises[m.name])
+        risky = [[mode] for mode in tried if mode not in trials and mode.risky]
         trial_s = TRIAL_SHARE * self.seconds
         self.ends -= trial_s * len(trials)
-        share = 1 - TRIAL_SHARE * len(trials)
-        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky], promises, share)
+        stages = self._that_fit([safe] * bool(safe) + risky, 1 - TRIAL_SHARE * len(trials))
         for number, stage in enumerate(stages):
             weight = [self._round_steps(of) for of in stages[number:]]
             left = self.ends - time.perf_counter()
@@ -269,19 +233,18 @@ class _Interleaved:
         turns = sum(mode.settle + self.settle + self.steps for mode in stage) + self.settle + self.steps
         return turns + self.drain * any(mode.name == "same batch again" for mode in stage)
 
-    def _that_fit(self, stages: list[list[Mode]], promises: dict[str, float], share: float) -> list[list[Mode]]:
-        """Within the time, with rounds enough for an interval: others are left out, the least promising first.
+    def _that_fit(self, stages: list[list[Mode]], share: float) -> list[list[Mode]]:
+        """Within the time, with rounds enough for an interval: others are left out, the last ones first.
 
         `share`: of all seconds, those for turns.
         """
         have = float(self.ranks.first_says(str(self.ends - time.perf_counter())))
         given = self.seconds if self.profile.seconds is None else self.profile.seconds
         while stages and (need := LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages))) > have:
-            mode = min((m for of in stages for m in of), key=lambda m: promises[m.name])
-            # With so many seconds this one and all that promise more have their rounds
-            enough = math.ceil(given + SPARE * (need - have) / share)
+            mode = stages[-1].pop()
+            enough = math.ceil(given + SPARE * (need - have) / share)  # this one and all before it have their rounds
             self.profile.left_out[mode.name] = f"{given:g} s are too short for it: --seconds {enough}"
-            stages = [rest for of in stages if (rest := [m for m in of if m is not mode])]
+            stages = [stage for stage in stages if stage]
         return stages
 
     def _stage(self, modes: list[Mode], seconds: float) -> Steps:
@@ -292,7 +255,7 @@ class _Interleaved:
             self.profile.samples_factor[mode.name] = mode.samples_factor
         draw, done, round_s = random.Random(0), 0, 0.0
         if self.profile.trying:
-            yield from self._steps_as_they_are(1)  # the profile are saved before it, with what is tried
+            yield from self._steps_as_they_are(1)  # the profile is saved before it, with what is tried
         while True:
             order = draw.sample([AS_IS, *by_name], len(by_name) + 1)
             enough = done >= MOST_ROUNDS or (done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends)

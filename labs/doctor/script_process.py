@@ -29,12 +29,9 @@ from labs.kit.supervise import end_with_parent
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the script's process write where its threads stand. No script uses the last one; macOS has none."""
-STOPS = 3
-"""So many times a script may catch what ends it, by `except:`; then it is ended without asking."""
-MOST_SAID = 300
-"""Characters of an error that are kept."""
-SAVE_S = 5.0
-"""Between two saves of rounds: a run that a signal ends loses no more."""
+STOPS = 3  # So many times a script may catch what ends it, by `except:`; then it is ended without asking
+MOST_SAID = 300  # Characters of an error that are kept
+SAVE_S = 5.0  # Between two saves of rounds: a run that a signal ends loses no more
 
 
 class Enough(BaseException):
@@ -45,10 +42,8 @@ class Enough(BaseException):
 class Settings:
     """Of a run, in a file."""
 
-    argv: list[str]
-    """The script and its arguments."""
-    folder: str
-    """For profile and progress of all ranks."""
+    argv: list[str]  # The script and its arguments
+    folder: str  # For profile and progress of all ranks
     rank: int = 0
     ranks: int = 1
     local_ranks: int = 1
@@ -56,10 +51,8 @@ class Settings:
     seconds: float = 40.0
     modes: tuple[str, ...] | None = None
     """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
-    parent: int = 0
-    """The doctor, with which the script ends; 0: it does not."""
-    module: str = ""
-    """Of the script, if it is run by its full name."""
+    parent: int = 0  # The doctor, with which the script ends; 0: it does not
+    module: str = ""  # Of the script, if it is run by its full name
 
     def save(self) -> Path:
         """As SETTINGS.json of the rank."""
@@ -122,7 +115,7 @@ class ScriptProcess:
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
-        from labs.doctor.schedule import OnRequest, plan, price_of_a_call
+        from labs.doctor.schedule import plan, price_of_a_call
 
         self.usage = usage
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
@@ -131,9 +124,8 @@ class ScriptProcess:
         self.hooks.install()
         self.profile.cost["call_s"] = price_of_a_call()
         if (wanted := self.settings.modes) is None:
-            modes = [OnRequest(mode) if mode.on_request else mode for mode in MODES.values()]
-        else:
-            modes = [MODES[name] for name in MODES if name in wanted]
+            wanted = [name for name, mode in MODES.items() if not mode.on_request]
+        modes = [MODES[name] for name in MODES if name in wanted]
         self.plan = plan(self.hooks, self.profile, self.settings.steps, self.settings.seconds, modes)
         next(self.plan)
 

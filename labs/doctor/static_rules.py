@@ -24,14 +24,12 @@ class Match:
 
     rule: str
     file: str
-    line: int
-    """0: the whole file."""
+    line: int  # 0: the whole file
     code: str
     why: str
     fix: str
     notebook: str
-    certainty: str
-    """WRONG: results are others than they seem to be; AT_RISK: they may be, or get lost."""
+    certainty: str  # WRONG: results are others than they seem to be; AT_RISK: they may be, or get lost
 
 
 @dataclass(frozen=True)

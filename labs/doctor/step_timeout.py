@@ -5,10 +5,8 @@ from __future__ import annotations
 FIRST_S = 900.0
 """Until the first step: imports from a network disk, other nodes that have not come, weights, a cold compilation."""
 LEAST_S = 120.0
-TIMES_LONGEST = 10
-"""Between two steps: so many times the longest that was seen, a validation or a save in it."""
-SAY_S = 60.0
-"""From one word about a first step that has not come to the next."""
+TIMES_LONGEST = 10  # Between two steps: so many times the longest that was seen, a validation or a save in it
+SAY_S = 60.0  # From one word about a first step that has not come to the next
 
 
 class StepTimeout:

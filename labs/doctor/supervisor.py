@@ -47,41 +47,30 @@ main()
 """
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEAVE_S = 20.0
-"""For what a script does in `finally` when all is measured; its facts are there."""
-FOLLOW_S = 15.0
-"""For a rank to end after another has."""
-COME_S = 60.0
-"""For the others' supervisors to begin."""
-MOST_OUTPUT = 64 << 20
-"""Bytes of the script's output that are kept on the disk; of more, the end."""
+LEAVE_S = 20.0  # For what a script does in `finally` when all is measured; its facts are there
+FOLLOW_S = 15.0  # For a rank to end after another has
+COME_S = 60.0  # For the others' supervisors to begin
+MOST_OUTPUT = 64 << 20  # Bytes of the script's output that are kept on the disk; of more, the end
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
-MONITOR_S = 1.0
-"""From one look at the processor's times to the next: what they tell is the mean over a whole run."""
-SHORTEST_RUN_S = 4.0
-"""In less, the start of the ranks themselves looks like another program."""
+MONITOR_S = 1.0  # From one look at the processor's times to the next: what they tell is the mean over a whole run
+SHORTEST_RUN_S = 4.0  # In less, the start of the ranks themselves looks like another program
 
 
 @dataclass(frozen=True)
 class Order:
     """What is wanted."""
 
-    argv: list[str]
-    """The script and its arguments."""
+    argv: list[str]  # The script and its arguments
     steps: int = 30
     seconds: float = 40.0
-    timeout_s: float | None = None
-    """Without a step; None: as StepTimeout has it."""
-    modes: tuple[str, ...] | None = None
-    """Counterfactuals, by name; None: all."""
-    copy: bool = False
-    """Whether a copy of the folder that it is started in is run."""
+    timeout_s: float | None = None  # Without a step; None: as StepTimeout has it
+    modes: tuple[str, ...] | None = None  # Counterfactuals, by name; None: all
+    copy: bool = False  # Whether a copy of the folder that it is started in is run
     show_output: bool = False
-    module: str = ""
-    """Its full name, if it is run by that."""
+    module: str = ""  # Its full name, if it is run by that
 
 
 class Stop:

@@ -17,12 +17,9 @@ from labs.doctor.profile import Gone, Profile
 from labs.kit import _compat, host
 
 MOST_ROUNDS = 6
-MEASURED_S = 0.15
-"""Time of one turn, without its start."""
-WORTH = 0.02
-"""Share of a step that must be a wait for data."""
-COPIES = 12
-"""Of a batch to a GPU, in turn."""
+MEASURED_S = 0.15  # Time of one turn, without its start
+WORTH = 0.02  # Share of a step that must be a wait for data
+COPIES = 12  # Of a batch to a GPU, in turn
 
 
 class OtherLoaders:

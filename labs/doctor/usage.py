@@ -15,8 +15,7 @@ from labs.doctor.profile import Profile
 from labs.doctor.sampling import Sampler
 from labs.kit import host
 
-FEWEST = 12
-"""Steps from which on growth per step is told."""
+FEWEST = 12  # Steps from which on growth per step is told
 
 
 class Usage:
