@@ -21,7 +21,7 @@ from labs.doctor_trial.in_turn import Script, ScriptFailed, environment, free_po
 @pytest.mark.parametrize("case", HEALTHY + SICK, ids=lambda case: case.name)
 def test_an_illness_is_one_line_of_a_program(case):
     compile(case.text, case.name, "exec")
-    sick, well = case.text.splitlines(), case.fixd.splitlines()
+    sick, well = case.text.splitlines(), case.cured.splitlines()
     assert len(sick) == len(well), "a line is changed, none is added"
     assert sum(a != b for a, b in zip(sick, well, strict=True)) == int(case.is_ill)
     assert bool(case.names) == case.is_ill
