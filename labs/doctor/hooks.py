@@ -33,7 +33,7 @@ from typing import Any
 from labs.doctor import trainers
 from labs.doctor.bottlenecks import PARTS
 from labs.doctor.profile import KINDS, Line, Loader, Profile
-from labs.doctor.rows import by_batch_ms
+from labs.doctor.rows import by_batch_ms, whole
 from labs.kit import _compat
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -836,7 +836,7 @@ def describe(hooks: Hooks, profile: Profile) -> None:
             type(one.sampler).__name__,
             0.0,
             by_batch_ms(one.dataset, batch_size),
-            _item_line(hooks, one.dataset),
+            _item_line(hooks, whole(one.dataset)),
         )
     if not hooks.called:
         where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
