@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,9 +19,6 @@ from labs.doctor import profile as doctor_profile
 from labs.doctor import report, supervisor
 from labs.doctor.counterfactuals import MODES
 from labs.doctor.step_timeout import FIRST_S, LEAST_S, TIMES_LONGEST, StepTimeout
-from labs.kit.errors import BadInput
-from labs.kit.monitor import core_times
-from labs.kit.place import Place
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
@@ -344,24 +340,6 @@ def test_a_script_that_catches_everything_is_ended_all_the_same(run):
     assert done.code == 0 and done.facts.ended == "done"
 
 
-def test_more_output_than_is_kept_is_cut(run, monkeypatch, tmp_path):
-    """Its last lines are told, and the disk is not filled."""
-    place = Place()
-    monkeypatch.setattr(supervisor, "MOST_OUTPUT", 100_000)
-    script = tmp_path / "train.py"
-    script.write_text("import time\nfor n in range(3000):\n    print('x' * 1000)\ntime.sleep(1)\nprint('last')\n1 / 0")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    sizes = []
-    read = supervisor.Run._read_output
-    monkeypatch.setattr(
-        supervisor.Run, "_read_output", lambda run: (read(run), sizes.append(run.output.stat().st_size))
-    )
-    told = []
-    (facts,) = supervisor.examine(supervisor.Order([str(script)]), place, told.extend)
-    assert told == [facts] and facts.ended == "error" and facts.output[-1].startswith("ZeroDivisionError")
-    assert "last" in facts.output and sizes[-1] < 100_000
-
-
 # Whoever ends it
 
 
@@ -451,54 +429,6 @@ def test_a_rank_that_fails_is_told_with_the_other(run, end):
 
 # Other programs
 
-TIMED = TRAINING.replace("def at(number): ...", "def at(number): sum(range(200_000))")
-
-
-@pytest.mark.drill
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be held on one core here")
-@pytest.mark.parametrize("busy", [True, False])
-def test_what_other_programs_take_of_the_cores_is_told_and_not_what_the_script_s_own_do(start, busy):
-    """On one core: the script keeps it busy alone, in two processes that end, or beside a process that is not its own.
-
-    The system's count is compared: what the core did in this time, less what all processes of the doctor have used.
-    """
-    core = min(os.sched_getaffinity(0))
-    body = (
-        TIMED.replace("import torch", "import subprocess, torch", 1)
-        + """
-worker = subprocess.Popen([sys.executable, "-c", "for _ in range(40): sum(range(1_000_000))"])
-train(300)
-worker.wait()
-time.sleep(4)
-"""
-    )
-    spin = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
-    try:
-        if spin is not None:
-            os.sched_setaffinity(spin.pid, {core})
-        used_s, core_s = children_s(), core_times([core])[core]
-        one = start(body, options=["--seconds", "5"])
-        os.sched_setaffinity(one.process.pid, {core})
-        done = one.end()
-        all_s = [after - before for after, before in zip(core_times([core])[core], core_s, strict=True)]
-        others = 100 * (all_s[0] - (children_s() - used_s)) / all_s[1]
-    finally:
-        if spin is not None:
-            spin.kill()
-            spin.wait()
-    told = done.facts.machine["others_percent"]
-    assert told == pytest.approx(others, abs=20), "percent of the core"
-    said = report.summary(report.make([done.facts]))
-    assert any(line.startswith("Other programs took") for line in said) == (told > 10)
-    assert not busy or told > 25
-
-
-def children_s() -> float:
-    """Seconds of the processor's time that children have used, and theirs, as far as they were waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 # Bad input
 
 
@@ -524,12 +454,6 @@ def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, mon
     out, err = capsys.readouterr()
     assert end.value.code == 2 and not out
     assert err.startswith(f"python -m labs.doctor: {told.format(here=tmp_path)}") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("env", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
-def test_an_environment_that_no_launcher_makes_is_refused(env):
-    with pytest.raises(BadInput, match="start it by torchrun"):
-        Place.of(env, one_machine=False)
 
 
 def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):

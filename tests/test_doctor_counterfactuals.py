@@ -1,6 +1,5 @@
 """Counterfactuals leave no trace, take away what their name says, and fit into their time."""
 
-import itertools
 import random
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 from doctor_training import classifier, data, environment, forever, look_at
 from torch import nn
 
-from labs.doctor import findings, schedule, snapshot, trials
+from labs.doctor import findings, schedule
 from labs.doctor.counterfactuals import MODES, Counterfactual
 from labs.doctor.profile import AS_IS, Line, Profile, load, not_reached
 from labs.doctor.script_process import Settings
@@ -185,42 +184,6 @@ def test_a_batch_that_the_script_takes_apart_is_whole_again(quick):
     assert all(s % 32 == 0 and s >= 8 * 36 for _, s in sums)  # none was divided twice
 
 
-def test_an_evaluation_ends_while_the_training_has_the_same_batch(quick):
-    model = classifier()
-    optimizer, tests = sgd(model.parameters()), data()
-    seen = []
-
-    def training():
-        for step, (x, y) in enumerate(forever(data())):
-            loss_of(model(x), y).backward()
-            optimizer.step()
-            if step % 2:
-                with torch.no_grad():
-                    seen.append(sum(len(model(x)) for x, _ in itertools.islice(tests, 100)))  # else it never ends
-
-    facts = look_at(training, [MODES["same batch again"]])
-    assert all(facts.interleaved_s["same batch again"]) and len(set(seen)) == 1
-
-
-@pytest.mark.parametrize(
-    ("limit", "local_ranks", "room"),
-    [(None, 1, True), (None, 4, False), (5.9e9, 1, False)],
-)
-def test_room_for_copies_is_that_of_all_ranks_and_of_their_job(monkeypatch, limit, local_ranks, room):
-    """On a machine with 10 GB free, of ranks that hold 2 GB each and would copy 2 GB, with as much again to spare."""
-    monkeypatch.setattr(snapshot.psutil, "virtual_memory", lambda: SimpleNamespace(available=10e9))
-    monkeypatch.setattr(
-        snapshot.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=2e9))
-    )
-    monkeypatch.setattr(snapshot.host, "memory_limit_bytes", lambda: limit)
-    monkeypatch.setattr(snapshot, "_bytes", lambda tensor: 1e9)
-    model = nn.Linear(1, 1)  # two tensors
-    hooks = SimpleNamespace(torch=torch, device=torch.device("cpu"), roots={1: model}, optimizers={})
-    assert snapshot.StateSnapshot.room(hooks, local_ranks) == room
-    fits = MODES["larger batch"]._fits  # its step takes up to 2.4 GB more
-    assert fits(hooks, local_ranks) == (snapshot.free_on_host(local_ranks) > 2.4e9)
-
-
 def _seen(monkeypatch, **training):
     facts = Profile(
         "x",
@@ -295,26 +258,6 @@ def test_in_single_precision_lines_after_the_step_find_gradients_and_evaluation_
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
 
-def test_anomaly_detection_of_each_step_is_off(quick):
-    model, on, seen = classifier(), [], set()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def training():
-        for x, y in forever(data()):
-            with torch.autograd.detect_anomaly(check_nan=False):
-                seen.add((bool(on), torch.is_anomaly_enabled()))
-                loss_of(model(x), y).backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match="Anomaly"):
-        facts = look_at(training, [Watched(MODES["no anomaly detection"], on)])
-    assert "no anomaly detection" in facts.interleaved_s
-    assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
-
-
-# Time
-
-
 # What a script does not survive
 
 
@@ -380,27 +323,3 @@ def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
     if "raise" in how:
         assert "only 8" in facts.not_tried["larger batch"] and done.returncode == 0
         assert "Traceback" not in done.stderr
-
-
-# A DataLoader alone
-
-
-class Sleepy(torch.utils.data.Dataset):
-    def __init__(self, sleep=lambda: None):
-        self.sleep = sleep
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, i):
-        self.sleep()
-        return torch.zeros(2)
-
-
-def test_a_loader_alone_goes_on_after_its_end_and_leaves_no_worker(monkeypatch):
-    import multiprocessing
-
-    loader = torch.utils.data.DataLoader(Sleepy(), 8)
-    assert trials.seconds_per_batch(loader, 0, 0.01) > 0
-    assert trials.seconds_per_batch(loader, 2, 0.05) > 0
-    assert not multiprocessing.active_children()
