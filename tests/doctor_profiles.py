@@ -1,4 +1,4 @@
-"""Profile as a patient would leave them, with times that a test has planted."""
+"""Profiles as a script's process would leave them, with times that a test has planted."""
 
 import random
 

@@ -311,18 +311,18 @@ def _lines(report: Report, everything: bool) -> Iterator[str]:
     shown = report.problems
     if not report.seen:
         shown = [f for f in shown if f.kind == WRONG]
-    told = grouped(shown)
-    for number, (finding, places) in enumerate(told[:SHOWN], 1):
+    problems = grouped(shown)
+    for number, (finding, places) in enumerate(problems[:SHOWN], 1):
         yield from _entry(number, finding, places, brief=number == 1)
-    left = len(told) - SHOWN
+    left = len(problems) - SHOWN
     if left > 0 and not everything:
         yield f"  {left} more: --all, or report.html."
-    yield from ([""] if told else [])
+    yield from ([""] if problems else [])
     yield from (line for text in summary(report) for line in wrapped(text))
     yield from _step_and_ranks(report)
     if everything:
         options, unpriced = ([f for f in report.findings if f.kind == kind] for kind in (OPTION, UNPRICED))
-        for title, entries in ((MORE, told[SHOWN:]), (OPTIONS, grouped(options)), (NOT_PRICED, grouped(unpriced))):
+        for title, entries in ((MORE, problems[SHOWN:]), (OPTIONS, grouped(options)), (NOT_PRICED, grouped(unpriced))):
             yield from _heading(title) if entries else ()
             for number, (finding, places) in enumerate(entries, 1):
                 yield from _entry(number, finding, places)

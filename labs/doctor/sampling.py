@@ -1,7 +1,7 @@
 """Which of the script's own lines take its time: a thread looks now and then where the main thread is.
 
 Only in "prepare" and "rest": what calls of torch take, the hooks measure. A line's time is its share of the looks, of
-the time that was measured for these kinds; a line that was seen a few times only is not told. Where a line runs a
+the time that was measured for these kinds; a line that was seen a few times only isn't reported. Where a line runs a
 model that the hooks do not see, as a frozen teacher or model.forward(x), this is no work of the script's own.
 """
 
@@ -19,7 +19,7 @@ from labs.doctor.profile import Line, Profile
 
 PERIOD_S = 0.005
 """On average; by lot, so that it does not go along with the steps. A look takes some 30 us, and the GIL."""
-FEWEST = 6  # Looks at a line that tell of it
+FEWEST = 6  # Looks at a line that make it known
 
 
 class Sampler(threading.Thread):

@@ -34,14 +34,14 @@ LEAST_ROUNDS, MOST_ROUNDS = 6, 40
 """At least as many as an interval needs (labs.kit.measure.fewest, which would import torch before the script does)."""
 NARROW, NARROW_ROUNDS = 1.08, 10
 """After so many rounds no more are taken if the upper end of each interval is at most so many times the lower one. What
-the interval holds decides nothing: to stop as soon as it holds no 1 would accuse every other healthy training."""
+the interval holds decides nothing: to stop as soon as it holds no 1 would accuse every other healthy script."""
 TURN_S = 0.1  # A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)
 MOST_STEPS = 10
 LEAST_STEPS = 5  # Of a turn on a device that works beside the host: between these steps it is not waited for
 BURST_S = 1.0  # For a turn with workers, which give a batch each at about the same time: at most
 TRIAL_SHARE = 0.2  # Of the time, for each trial beside the script's loop
 SPARE = 1.2
-"""Times the seconds that are missing: those that a user is told to add, for steps do not take the same time again."""
+"""Times the seconds that are missing: those that a user is asked to add, for steps do not take the same time again."""
 EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
 """What comes now and then and takes more than this share of the run is to be seen so many times: for that there are
 further steps as they are, within a share of the time for counterfactuals."""
@@ -53,7 +53,7 @@ Steps = Generator[None, dict[str, float], None]  # Takes the next step, and is s
 
 
 class Mode(Protocol):
-    """A counterfactual: what a step would take if one thing were otherwise. An upper bound of what its cure gives."""
+    """A step in which one thing is otherwise: that estimates what a fix gives."""
 
     name: str
     settle: int  # Steps after its start that are not counted

@@ -174,7 +174,7 @@ class ScriptProcess:
         else:
             self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
         if self.profile.stage == "as it is" and self.profile.step_s:
-            with suppress(Exception):  # the script has failed, perhaps in torch: what is known is told all the same
+            with suppress(Exception):  # the script has failed, perhaps in torch: what is known is reported nevertheless
                 self.usage.note(self.hooks, self.profile, "cut short")
         self.save()
         self.settings.ended_path.touch()
@@ -198,7 +198,7 @@ class ScriptProcess:
             code = 1
             if not self.profile.trying:  # else it is no error of the script
                 traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
-            self.end("error", code, _told(e, self.settings.argv[0]))
+            self.end("error", code, _in_one_line(e, self.settings.argv[0]))
         if self.profile.ended == "done":
             code = 0
         for stream in (sys.stdout, sys.stderr):
@@ -222,7 +222,7 @@ def _given_up(profile: Profile, why: str) -> Profile:
     return replace(profile, left_out=profile.left_out | dict.fromkeys(not_reached(profile), later))
 
 
-def _told(error: BaseException, script: str) -> str:
+def _in_one_line(error: BaseException, script: str) -> str:
     """In one line, with the innermost line of the script's own folder."""
     folder = os.path.dirname(os.path.realpath(script)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)

@@ -47,7 +47,7 @@ main()
 """
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEAVE_S = 20.0  # For what a script does in `finally` when all is measured; its facts are there
+LEAVE_S = 20.0  # For what a script does in `finally` when all is measured; its profile are there
 FOLLOW_S = 15.0  # For a rank to end after another has
 COME_S = 60.0  # For the others' supervisors to begin
 MOST_OUTPUT = 64 << 20  # Bytes of the script's output that are kept on the disk; of more, the end
@@ -55,7 +55,7 @@ LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
-MONITOR_S = 1.0  # From one look at the processor's times to the next: what they tell is the mean over a whole run
+MONITOR_S = 1.0  # From one look at the processor's times to the next: the mean over a whole run counts
 SHORTEST_RUN_S = 4.0  # In less, the start of the ranks themselves looks like another program
 
 
@@ -97,21 +97,21 @@ class Stop:
                 signal.signal(signum, handler)
 
 
-def examine(order: Order, place: Place, tell: Callable[[list[Profile]], None]) -> list[Profile]:
-    """Run the script; `tell` gets the facts of this machine's ranks, in its first rank. All that was made is removed.
+def examine(order: Order, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
+    """Run the script; `print_report` gets this machine's profiles, in its first rank. All that was made is removed.
 
-    Returns these facts; in the other ranks, their own.
+    Returns these; in the other ranks, their own.
     """
     stop = Stop()
     with stop.noting(), run_folder(place) as (folder, mark):
         with Run(order, place, folder, mark, stop) as run:
             run.watch()
-        run.facts.save(_final(folder, place.local_rank))
+        run.profile.save(_final(folder, place.local_rank))
         if place.local_rank:
             _wait_for_the_first(folder)
-            return [run.facts]
-        found = [run.facts, *_others(folder, place, order, stop)]
-        tell(found)
+            return [run.profile]
+        found = [run.profile, *_others(folder, place, order, stop)]
+        print_report(found)
         return found
 
 
@@ -190,7 +190,7 @@ class Run:
 
     def __exit__(self, *error: object) -> None:
         self._end()
-        self.facts = self._facts()
+        self.profile = self._profile()
 
     def _end(self) -> None:
         """All processes. What the script had printed until then is read."""
@@ -284,25 +284,25 @@ class Run:
                     return stood(text, self.order.argv[0])
         return ""
 
-    def _facts(self) -> Profile:
+    def _profile(self) -> Profile:
         """What the script has left, and what it could not know."""
         place, argv = self.place, self.order.argv
         try:
-            facts = load(self.settings.profile_path)
+            profile = load(self.settings.profile_path)
         except (OSError, ValueError):
-            facts = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
-        facts.steps = max(facts.steps, self.progress.steps)
+            profile = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
+        profile.steps = max(profile.steps, self.progress.steps)
         cut_short = self.why and self.how != "silent" and not self.settings.ended_path.exists()
-        if facts.ended == "running" or cut_short:  # while it tries something risky, its facts are those of an end
-            facts.exit_code = self.process.returncode
-            facts.ended, facts.error = (self.how, self.why) if self.why else _death(self.process.returncode)
-            facts.wall_s = time.monotonic() - self.begun
+        if profile.ended == "running" or cut_short:  # while it tries something risky, its profile are those of an end
+            profile.exit_code = self.process.returncode
+            profile.ended, profile.error = (self.how, self.why) if self.why else _death(self.process.returncode)
+            profile.wall_s = time.monotonic() - self.begun
         if math.isfinite(self.others_percent):
-            facts.machine["others_percent"] = self.others_percent
-        if facts.ended not in ("done", "script ended"):
+            profile.machine["others_percent"] = self.others_percent
+        if profile.ended not in ("done", "script ended"):
             lines = without_colours(self.tail.decode(errors="replace")).splitlines()
-            facts.output = [line[:200] for line in lines[-TAIL_LINES:]]
-        return facts
+            profile.output = [line[:200] for line in lines[-TAIL_LINES:]]
+        return profile
 
 
 def _show(file: object) -> int:
@@ -389,7 +389,7 @@ def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profil
 
 
 def _wait_for_the_first(folder: Path) -> None:
-    """Until it has told, and is gone. A rank that ends sooner would have torchrun end the first one."""
+    """Until it has reported, and is gone. A rank that ends sooner would have torchrun end the first one."""
     come, at_work = time.monotonic() + COME_S, None
     while at_work is None and time.monotonic() < come:
         at_work = supervise.is_at_work(folder, 0)
