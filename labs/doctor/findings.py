@@ -42,6 +42,7 @@ BUSY_PERCENT = 70  # Of the time a GPU has work, or Python is too slow for it
 COST_SAID = 0.03
 LONG_TRAINING = 1e6  # Steps: memory that lasts longer than that may grow
 ONE_IN_TWO = 0.5  # Tensors more in each step: a loss that is kept is one
+WIDE = 1.3  # The upper end of an interval, in lower ends
 GOES_ON = 3  # Steps that compile, spread over half of those that were measured: fewer of them end
 
 
@@ -393,13 +394,14 @@ class Late:
 
 
 def lateness(ranks: Sequence[Profile]) -> Late | None:
-    """None where it isn't known. From parts, where rounds were too few or too noisy."""
+    """None where it isn't known. From parts, where rounds are missing or noise makes their interval wide."""
     if gains.split(ranks):
         return None
     measured, parts = (_late(ranks, own) for own in (gains.own_interleaved(ranks), gains.own_from_parts(ranks)))
-    if measured is None or (standing(measured.gain) == "unclear" and parts is not None):
-        return parts
-    return measured
+    if measured is None or parts is None:
+        return measured or parts
+    noisy = measured.gain.high > WIDE * measured.gain.low and parts.gain.high / parts.gain.low < WIDE
+    return parts if noisy else measured
 
 
 def _late(ranks: Sequence[Profile], own: gains.Own | None) -> Late | None:

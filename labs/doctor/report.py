@@ -136,7 +136,7 @@ def _no_problem(report: Report) -> str:
     tried = any(len(f.interleaved_s) > 1 for f in report.seen)
     little = "" if tried else " No fix was tried, so that this says little about speed."
     options = [f.name for f in report.findings if f.kind == OPTION]
-    more = f" Faster by choice, see --all: {', '.join(options)}." if options else ""
+    more = f" Small gains and choices, see --all: {', '.join(options)}." if options else ""
     return f"{report.script}: no wrong result and no bottleneck was found in these steps.{little}{more}"
 
 
