@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import doctor_training
 import pytest
 import torch
-from doctor_profiles import made
+from doctor_profiles import STEP_S, made
 from doctor_training import Clock, classifier, forever, look_at
 from test_doctor_hooks import loader_of
 
@@ -97,6 +97,12 @@ def test_the_picture_of_a_step_is_the_devices():
     assert rows == pytest.approx({"forward": 0.25, "backward": 0.375, "optimizer": 0.125, "idle": 0.25}, rel=0.02)
     page = report.page(report.make([profile]), everything=True)
     assert "GPU waits for the host" in page and "by the host's clock" in page
+
+
+@pytest.mark.parametrize(("forward_s", "name", "kind"), [(0.02, "python_overhead", SLOW), (0.045, "compile", OPTION)])
+def test_python_is_called_too_slow_only_where_the_gpu_waits_for_it(forward_s, name, kind):
+    (found,) = find([gpu(modes={"compiled": 0.6 * STEP_S}, device_s={"forward": [forward_s]})])
+    assert (found.name, found.kind) == (name, kind)
 
 
 def test_copies_from_pageable_memory_are_an_option_with_their_line():

@@ -29,7 +29,7 @@ class Bottleneck:
 
 LARGER = "with {factor} times the batch ({batch} now) a sample costs less"
 NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused, it takes one kernel for many"
-STARVED = "the GPU had work {gpu} % of the time: Python doesn't call it fast enough"
+STARVED = "the GPU waits for the host for {idle} % of a step: Python doesn't call it fast enough"
 AHEAD = "move what makes a batch into a DataLoader's dataset or collate_fn, with workers that do it ahead"
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
 BY_BATCH_FIX = (

@@ -38,7 +38,7 @@ SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
 """Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code as well: only more than this is reported."""
-BUSY_PERCENT = 70  # Of the time a GPU has work, or Python is too slow for it
+IDLE_FROM = 0.3  # Of a GPU's step: then Python is too slow for it
 COST_SAID = 0.03
 LONG_TRAINING = 1e6  # Steps: memory that lasts longer than that may grow
 ONE_IN_TWO = 0.5  # Tensors more in each step: a loss that is kept is one
@@ -200,10 +200,15 @@ def _named(bottleneck: Bottleneck, gain: Estimate, profile: Profile) -> tuple[st
     loop = any(o.get("foreach") is False and not o.get("fused") for o in profile.training.get("optimizers", ()))
     if bottleneck.name == "optimizer_loop" and not loop:  # torch's default: lists on a GPU, a loop on a CPU
         return "fused_optimizer", OPTION, bottlenecks.NOT_FUSED
-    starved = profile.device != "cpu" and profile.machine.get("gpu_percent", 100) < BUSY_PERCENT
-    if bottleneck.name == "compile" and starved:
+    if bottleneck.name == "compile" and idle_share(profile) > IDLE_FROM:
         return "python_overhead", SLOW, bottlenecks.STARVED
     return bottleneck.name, OPTION if bottleneck.option else SLOW, bottleneck.what
+
+
+def idle_share(profile: Profile) -> float:
+    """Of a GPU's step, what is none of its own parts; 0 on other devices."""
+    busy = sum(statistics.fmean(s) for s in profile.device_s.values() if s)
+    return max(0.0, 1 - busy / statistics.fmean(profile.step_s)) if busy else 0.0
 
 
 def _needless_exchange(profile: Profile) -> bool:
@@ -245,7 +250,7 @@ def numbers(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> di
         "half": half,
         "scaler": ", and a torch.amp.GradScaler for the gradients" if half == "float16" else "",
         "calls": f"{sum(n.calls for n in noted):.3g}",
-        "gpu": of.machine.get("gpu_percent"),
+        "idle": round(100 * idle_share(of)),
         "often": _often(of, bottleneck.parts[0]) if bottleneck.parts else "",
         "mean": ms(mean_step_s(ranks)),
         "loader": _loader(of),

@@ -141,9 +141,8 @@ class Profile:
     per step), tensors_growth (per step), tensor_bytes_growth
     (bytes per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent and power_w
-    (medians of looks while steps were as they are and the GPU was not waited for; missing if there were too few);
-    in the first rank of each machine others_percent: of the usable cores, what programs outside of this run took."""
+    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers); in the first rank of each
+    machine others_percent: of the usable cores, what programs outside of this run took."""
     compiles: dict[str, Any] = field(default_factory=dict)
     """in_steps: graphs compiled while steps were looked at; at: which of these steps made any."""
     cost: dict[str, float] = field(default_factory=dict)

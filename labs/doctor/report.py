@@ -24,6 +24,7 @@ from labs.doctor.findings import (
     find,
     healthy,
     hooks_cost,
+    idle_share,
     mean_step_s,
     ms,
     unknown,
@@ -243,7 +244,7 @@ def parts(profile: Profile) -> list[tuple[str, str, float, float]]:
     of = {k: gains.part_s(profile, k) for k in KINDS}
     if profile.device_s:
         of = {k: statistics.fmean(s) for k, s in profile.device_s.items() if s}
-        of["idle"] = max(0.0, step - sum(of.values()))
+        of["idle"] = idle_share(profile) * step
     return [(k, name, of[k], of[k] / step) for k, name in PARTS.items() if of.get(k, 0.0) >= SMALL * step]
 
 
