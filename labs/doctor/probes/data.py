@@ -180,8 +180,7 @@ class Data:
         out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
         if len(self.inputs) >= 3:
             digests = [digest for _, digest in self.inputs]
-            rank = self.scene.torch.distributed.get_rank() if self.scene.torch.distributed.is_initialized() else 0
-            row = {"rank": rank, "kind": self.parallel, "digests": digests, "place": list(self._place())}
+            row = {"kind": self.parallel, "digests": digests, "place": list(self._place())}
             out.append({"probe": "_inputs", **row})
         return out
 
@@ -219,7 +218,7 @@ class Data:
                 and r["worker"] == one["worker"]
                 and self.loaders[r["number"]]["loader"]() is loader
             ]
-            iterable = hasattr(type(loader.dataset), "__iter__") and not hasattr(type(loader.dataset), "__getitem__")
+            iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
             same = [r for r in mates if r["batches"] == one["batches"] and len(set(r["batches"])) > 1]
             if same and iterable and "data" not in told:
                 told.add("data")

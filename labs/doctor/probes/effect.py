@@ -40,8 +40,8 @@ class Effect:
         self.before: list[tuple[Any, Any]] = []
         self.canary: Any = None
         self.stale, self.stale_at = 0, ("", 0)
-        self.last_root: dict[int, int] = {}
-        """Calls with gradients of each root since the last step, in order of their last call."""
+        self.nearest: Any = None
+        """The parameter that is nearest to the loss and used once; None if it is used more often."""
 
     def install(self) -> None:
         """Note which lines put a module into 16 bits."""
@@ -58,10 +58,11 @@ class Effect:
 
         return cast
 
-    def forward(self, module: Any, training: bool, *rest: Any) -> None:
-        """Count a root's calls, to know which one comes last before the loss."""
-        if training:
-            self.last_root[id(module)] = self.last_root.pop(id(module), 0) + 1
+    def before_backward(self, roots: Any) -> None:
+        """Find the parameter that is nearest to the loss."""
+        if self.scene.step == 2:
+            for loss in roots if isinstance(roots, list | tuple) else [roots]:
+                self.nearest = _nearest(getattr(loss, "grad_fn", None))
 
     def after_backward(self, roots: Any) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
@@ -95,7 +96,6 @@ class Effect:
             self._look_at_autocast(self.before[0][0].device.type, number)
         self.before = []
         self.had.discard(key)
-        self.last_root = {}
 
     def _note_rate(self, key: int, rate: float, number: int) -> None:
         of = self.zero.setdefault(key, [0, 0, 0, 0])
@@ -137,7 +137,8 @@ class Effect:
         """Find parameters of the model that get gradients and that no optimizer has."""
         scene = self.scene
         if number == 3:
-            optimizers = [o for o in gc.get_objects() if issubclass(type(o), scene.torch.optim.Optimizer)]
+            objects = gc.get_objects()
+            optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
             listed = {
@@ -147,14 +148,16 @@ class Effect:
             hidden = [p for key, p in listed.items() if key not in known | held and _has_gradient(p)]
             stale = [p for p in scene.parameters() if p.grad is None and p.requires_grad and id(p) not in known]
             lacking: list[Any] = []
-            for key, of in roots.items():
+            for of in roots.values():
                 free = [p for p in of if id(p) not in held and _has_gradient(p)]
-                trained = [p for p in of if id(p) in held and p.grad is not None]
-                size, whole = sum(p.numel() for p in free), sum(p.numel() for p in trained)
-                last = bool(self.last_root) and [*self.last_root][-1] == key and self.last_root[key] == 1
-                apart = not trained and last and scene.roots[key].training and len(self.last_root) > 1
-                if free and (stale or size <= whole or apart):
+                trained = sum(p.numel() for p in of if id(p) in held and p.grad is not None)
+                if free and (stale or sum(p.numel() for p in free) <= trained):
                     lacking += free
+            if self.nearest is not None and id(self.nearest) not in held | known:
+                modules = [m for m in objects if issubclass(type(m), scene.torch.nn.Module) and m.training]
+                last = [of for of in map(list, (m.parameters() for m in modules)) if any(p is self.nearest for p in of)]
+                if last and not any(id(p) in held for p in max(last, key=len)):
+                    lacking += [p for p in max(last, key=len) if _has_gradient(p)]
             both = list({id(p): p for p in (*hidden, *lacking)}.values())
             copies = [(p, some(p).clone()) for p in both]
             self.missing = {"copies": copies, "hidden": bool(hidden), "stale": len(stale)}
@@ -288,6 +291,22 @@ class Effect:
 
 def _gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+
+
+def _nearest(node: Any) -> Any:
+    """Return the first parameter on the way back from a loss; None if the graph uses it more than once."""
+    level, first, uses = [node], None, 0
+    for _ in range(2_000):
+        if not level:
+            break
+        here = level.pop(0)
+        for child, _ in here.next_functions if here is not None else ():
+            if hasattr(child, "variable"):
+                first = child if first is None else first
+                uses += child is first
+            elif child is not None:
+                level.append(child)
+    return first.variable if uses == 1 else None
 
 
 def _has_gradient(parameter: Any) -> bool:
