@@ -514,7 +514,8 @@ def _main(report: Report) -> Iterator[str]:
     """Lines of HTML. Whatever is not written here goes through `escape`: a script's text stays text."""
     yield f"<h1>{escape(answer(report))}</h1>"
     for finding in report.wrong:
-        yield f"<p><strong>{escape(finding.title)}.</strong> <code>{escape(finding.where)}</code> {escape(finding.fix)}</p>"
+        yield f"<p><strong>{escape(finding.title)}.</strong> <code>{escape(finding.where)}</code>"
+        yield f"{escape(finding.fix)}</p>"
     yield from (f"<p>{escape(line)}</p>" for line in summary(report))
     if report.facts:
         yield f'<p class="soft"><code>{escape(shlex.join(report.facts[0].argv))}</code></p>'

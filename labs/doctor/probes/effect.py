@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import weakref
 from typing import Any
 
 from labs.doctor.probes.findings import found
@@ -16,7 +17,7 @@ FEWEST = 3
 """Samples that must agree."""
 FROM_THE_START = 20
 """Steps with learning rate 0 from the first one on; warm-ups begin with one or a few."""
-MOST = 64
+MOST = 16
 """Tensors that are compared after the warm-up."""
 
 
@@ -30,8 +31,8 @@ class Effect:
         self.places: dict[int, tuple[str, int]] = {}
         self.zero: dict[int, list[int]] = {}
         """By optimizer: longest run of steps at learning rate 0, the current one, steps, first of the longest run."""
-        self.casts: list[tuple[str, int]] = []
-        """Lines that have put a module into 16 bits."""
+        self.casts: list[tuple[weakref.ref, tuple[str, int]]] = []
+        """Modules that were put into 16 bits, and the lines that did so."""
         self.moved_frozen: dict[int, str] = {}
         self.missing: dict[str, Any] = {}
         self.gone: set[int] = set()
@@ -53,7 +54,7 @@ class Effect:
 
         def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
             if original.__name__ != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
-                self.casts.append(self.scene.line())
+                self.casts.append((weakref.ref(module), self.scene.line()))
             return original(module, *args, **kwargs)
 
         return cast
@@ -66,7 +67,7 @@ class Effect:
 
     def after_backward(self, roots: Any) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
-        for key, optimizer in self.scene.optimizers.items():
+        for key, optimizer in list(self.scene.optimizers.items()):
             if looks_at(self.scene.steps_of[key] + 1) and _gradients(optimizer):
                 self.had.add(key)
 
@@ -91,7 +92,7 @@ class Effect:
             self._note_rate(key, max(rates), number)
         if self.before:
             self._compare(optimizer, number, max(rates, default=None))
-            if number in (3, 8):
+            if number in (3, 5):
                 self._look_for_missing(number)
             self._look_at_autocast(self.before[0][0].device.type, number)
         self.before = []
@@ -158,6 +159,7 @@ class Effect:
                 last = [of for of in map(list, (m.parameters() for m in modules)) if any(p is self.nearest for p in of)]
                 if last and not any(id(p) in held for p in max(last, key=len)):
                     lacking += [p for p in max(last, key=len) if _has_gradient(p)]
+            self.nearest = None
             both = list({id(p): p for p in (*hidden, *lacking)}.values())
             copies = [(p, some(p).clone()) for p in both]
             self.missing = {"copies": copies, "hidden": bool(hidden), "stale": len(stale)}
@@ -193,7 +195,7 @@ class Effect:
         for key, samples in self.samples.items():
             place = self.places.get(key, ("", 0))
             used = [s for s in samples if s["rate"] is None or s["rate"] > 0]
-            if len(used) < FEWEST:
+            if len(used) < FEWEST or key not in self.scene.optimizers:
                 continue
             without = sum(not s["gradients"] or not any(n for n, _ in s["pushed"].values()) for s in used)
             if without >= FEWEST and without >= 0.8 * len(used):
@@ -255,9 +257,15 @@ class Effect:
             title += ": the updates are smaller than half a step of the format and are rounded away"
             if half:
                 fix = "Keep the parameters in FP32, without this cast, and compute under torch.autocast"
-                return [found("effect", title, self.casts[-1] if self.casts else place, fix, numbers)]
+                return [found("effect", title, self._cast_of(key) or place, fix, numbers)]
             return [found("effect", title, place, "Raise the learning rate", numbers)]
         return []
+
+    def _cast_of(self, key: int) -> tuple[str, int] | None:
+        """Return the last line that put a model of this optimizer into 16 bits."""
+        mine = {id(p) for g in self.scene.optimizers[key].param_groups for p in g["params"]}
+        modules = [(ref(), place) for ref, place in reversed(self.casts) if place[0]]
+        return next((at for m, at in modules if m is not None and any(id(p) in mine for p in m.parameters())), None)
 
     def _zero_rates(self) -> list[dict[str, Any]]:
         if not self.zero or any(of[0] < (FEWEST if of[3] > 1 else FROM_THE_START) for of in self.zero.values()):

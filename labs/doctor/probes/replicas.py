@@ -9,6 +9,7 @@ from typing import Any
 
 from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, some
+from labs.kit import _compat
 
 AT = (0, 1, 3, 7)
 """Optimizer steps after which weights are compared, right before the next one: wrappers have sent theirs by then."""
@@ -135,7 +136,7 @@ class Replicas:
         if not self.digests:
             return []
         wrapped = self.wrapped()
-        hooks = str([getattr(m, "_comm_hooks", ()) for m in wrapped]).lower()
+        hooks = str([_compat.comm_hooks(m) for m in wrapped]).lower()
         grads = sum(p.grad is not None for p in self.scene.parameters())
         text = self.scene.text()
         others = self.large or self.point_to_point or any(word in text for word in OTHERS)
