@@ -848,3 +848,209 @@ for step, (x, y) in enumerate(batches()):
         torch.save({"model": current, "epoch": step, "accuracy": 0.5}, "best.pt")
 """,
 }
+
+RANKS_PRELUDE = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DistributedSampler
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+data = TensorDataset(X, Y)
+def mine(n=12, size=16, seed=None):
+    drawn = torch.Generator().manual_seed(rank if seed is None else seed)
+    for i in range(n):
+        at = torch.randint(256, (size,), generator=drawn)
+        yield X[at], Y[at]
+"""
+RANKS_END = """
+dist.destroy_process_group()
+"""
+
+WRONG_ON_RANKS = {
+    "a method of model.module": (
+        "replicas",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+    def loss(self, x, y):
+        return F.cross_entropy(self.body(x), y)
+model = DDP(Net())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in mine():
+    opt.zero_grad()
+    model.module.loss(x, y).backward()  # here
+    opt.step()
+""",
+    ),
+    "no_sync around every micro-batch": (
+        "replicas",
+        """
+model = DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (x, y) in enumerate(mine(24)):
+    with model.no_sync():
+        (F.cross_entropy(model(x), y) / 2).backward()  # here
+    if i % 2:
+        opt.step()
+        opt.zero_grad()
+""",
+    ),
+    "not wrapped": (
+        "replicas",
+        """
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(data, 16, sampler=DistributedSampler(data)):
+    loss = F.cross_entropy(model(x), y)  # here
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
+    ),
+    "other weights on each rank, gradients averaged by hand": (
+        "replicas",
+        """
+torch.manual_seed(rank)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in mine():
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)  # here
+        p.grad /= ranks
+    opt.step()
+""",
+    ),
+    "the same batches": (
+        "data",
+        """
+model = DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(data, 16, shuffle=True):  # here
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+""",
+    ),
+    "each epoch in the same order": (
+        "data",
+        """
+model = DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(data, 16, sampler=DistributedSampler(data))
+for epoch in range(3):
+    for x, y in loader:  # here
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+""",
+    ),
+    "padded samples are counted": (
+        "validation",
+        """
+model = DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+held = TensorDataset(X[:33], Y[:33])
+val = DataLoader(held, 8, sampler=DistributedSampler(held, shuffle=False))
+for step, (x, y) in enumerate(mine()):
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    if step % 5 == 4:
+        model.eval()
+        counts = torch.zeros(2)
+        with torch.no_grad():
+            for x, y in val:
+                counts += torch.tensor([(model(x).argmax(1) == y).sum(), len(y)])
+        dist.all_reduce(counts)  # here
+        model.train()
+""",
+    ),
+}
+
+HEALTHY_ON_RANKS = {
+    "accumulation under no_sync, validation in parts": """
+model = DDP(mlp(nn.BatchNorm1d(32)))
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8, sampler=sampler)
+held = TensorDataset(X[rank:33:ranks], Y[rank:33:ranks])
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for i, (x, y) in enumerate(loader):
+        if i % 2 == 0:
+            with model.no_sync():
+                (F.cross_entropy(model(x), y) / 2).backward()
+            continue
+        (F.cross_entropy(model(x), y) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    model.eval()
+    counts = torch.zeros(2)
+    with torch.no_grad():
+        for x, y in DataLoader(held, 8):
+            counts += torch.tensor([(model.module(x).argmax(1) == y).sum(), len(y)])
+    dist.all_reduce(counts)
+    model.train()
+""",
+    "gradients averaged by hand, ZeRO": """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+model, other = mlp(), DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+zero = ZeroRedundancyOptimizer(other.parameters(), torch.optim.Adam, lr=1e-3)
+for x, y in mine():
+    opt.zero_grad()
+    zero.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= ranks
+    opt.step()
+    F.cross_entropy(other(x), y).backward()
+    zero.step()
+""",
+    "weights averaged now and then": """
+model = DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (x, y) in enumerate(mine(24)):
+    opt.zero_grad()
+    with model.no_sync():
+        F.cross_entropy(model(x), y).backward()
+    opt.step()
+    if i % 20 == 19:
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data /= ranks
+""",
+    "a stage on each rank": """
+torch.manual_seed(0)
+stage = nn.Linear(8, 8)
+opt = torch.optim.SGD(stage.parameters(), lr=0.1)
+for x, _ in mine(12, seed=0):
+    opt.zero_grad()
+    if rank == 0:
+        out = stage(x)
+        dist.send(out.detach(), 1)
+        grad = torch.empty_like(out)
+        dist.recv(grad, 1)
+        out.backward(grad)
+    else:
+        given = torch.empty(16, 8)
+        dist.recv(given, 0)
+        given.requires_grad_()
+        F.mse_loss(stage(given), x).backward()
+        dist.send(given.grad, 0)
+    opt.step()
+""",
+    "one batch again and again": """
+model = DDP(mlp())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(12):
+    opt.zero_grad()
+    F.cross_entropy(model(X), Y).backward()
+    opt.step()
+""",
+}

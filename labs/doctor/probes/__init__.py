@@ -21,6 +21,10 @@ from labs.doctor.probes.validation import Validation
 __all__ = ["Finding", "Probes", "merge"]
 
 
+KEPT_AT = (5, 55, 144)
+"""Steps at which findings are kept, for scripts that end soon and take their objects with them."""
+
+
 class Probes:
     """All probes of one rank. An error in one of them ends that probe and nothing else."""
 
@@ -40,6 +44,8 @@ class Probes:
         ]
         self.within: dict[int, Any] = {}
         """Frames in which optimizers' steps run, by id of the optimizer."""
+        self.last: list[dict[str, Any]] = []
+        """Findings while the script's optimizers were alive."""
 
     def install(self) -> None:
         """Take part in the script from here on. Call it once torch is imported, before other hooks."""
@@ -47,6 +53,7 @@ class Probes:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.scene.torch = torch
+        os.register_at_fork(after_in_child=self.scene.forked)
         self.scene.undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self.scene.undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self.scene.replace(torch.autograd, "backward", self._backward)
@@ -92,8 +99,10 @@ class Probes:
         if begun is not None and _runs(begun):  # a subclass's step that calls its parent's
             return
         self.within[id(optimizer)] = sys._getframe(1)
-        self.scene.optimizers[id(optimizer)] = optimizer
-        number = self.scene.steps_of.setdefault(id(optimizer), 0) + 1
+        if self.scene.optimizers.get(id(optimizer)) is not optimizer:
+            self.scene.optimizers[id(optimizer)] = optimizer
+            self.scene.steps_of[id(optimizer)] = 0
+        number = self.scene.steps_of[id(optimizer)] + 1
         self._all("before_step", optimizer, number)
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -103,6 +112,8 @@ class Probes:
         number = self.scene.steps_of[id(optimizer)] = self.scene.steps_of[id(optimizer)] + 1
         self.scene.step += 1
         self._all("after_step", optimizer, number)
+        if number in KEPT_AT:
+            self.findings()
 
     def _backward(self, original: Callable) -> Callable:
         @functools.wraps(original)
@@ -123,8 +134,10 @@ class Probes:
             self._all("forward", module, training, again, args, kwargs)
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return what is found so far, as JSON holds it."""
-        return [row for probe in list(self.probes) for row in self._guarded(probe, probe.findings)]
+        """Return what is found so far, as JSON holds it. Once the script has dropped its objects that is final."""
+        if self.scene.optimizers or not self.last:
+            self.last = [row for probe in list(self.probes) for row in self._guarded(probe, probe.findings)]
+        return self.last
 
 
 def _runs(frame: Any) -> bool:

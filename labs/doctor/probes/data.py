@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import WARM_UP, Scene, some, tensors_in
+from labs.doctor.probes.scene import WARM_UP, Scene, assignments, parsed, some, tensors_in
 from labs.kit import _compat
 
 LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.5, 60, 8
@@ -50,13 +50,12 @@ class Data:
     def install(self) -> None:
         """Before any loader starts its workers: they inherit what is replaced here."""
         from torch.utils.data import DistributedSampler
-        from torch.utils.data._utils import fetch
 
         self.scene.replace(_compat.LoaderIterator, "__init__", self._making)
         self.scene.replace(_compat.LoaderIterator, "__next__", self._next)
         self.scene.replace(DistributedSampler, "__iter__", self._sampling)
-        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            self.scene.replace(kind, "fetch", self._fetching)
+        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
+            self.scene.replace(getattr(_compat.fetchers, name), "fetch", self._fetching)
 
     # In the script's process
 
@@ -79,7 +78,7 @@ class Data:
 
     def _next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
-            of = self.loaders.get(self.numbers.get(iterator, 0)) if os.getpid() == self.scene.pid else None
+            of = self.loaders.get(self.numbers.get(iterator, 0))
             if of is not None:
                 of["n"] += 1
                 self.last = self.numbers[iterator]
@@ -137,7 +136,7 @@ class Data:
 
     def _fetching(self, original: Any) -> Any:
         def fetch(fetcher: Any, index: Any) -> Any:
-            if os.getpid() == self.scene.pid:
+            if self.scene.thread != -1:
                 return original(fetcher, index)
             mine = self.worker
             if not mine:
@@ -175,14 +174,14 @@ class Data:
         for path in Path(self.scene.scratch).glob("worker-*.json"):
             with suppress(OSError, ValueError):
                 row = json.loads(path.read_text())
-                if row["number"] in self.loaders and psutil.pid_exists(self.scene.pid):
+                if row["number"] in self.loaders:
                     left.append(row)
         out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
         if len(self.inputs) >= 3:
             digests = [digest for _, digest in self.inputs]
-            rank = self.scene.torch.distributed.get_rank() if self.scene.torch.distributed.is_initialized() else 0
-            row = {"rank": rank, "kind": self.parallel, "digests": digests, "place": list(self._place())}
-            out.append({"probe": "_inputs", **row})
+            drawn = any(of["training"] for of in self.loaders.values()) or "Generator(" in self.scene.text()
+            row = {"kind": self.parallel, "digests": digests, "place": list(self._place())}
+            out += [{"probe": "_inputs", **row}] if drawn else []  # else made-up data, as of a benchmark
         return out
 
     def _place(self) -> tuple[str, int]:
@@ -190,19 +189,15 @@ class Data:
         return next((of["at"] for of in self.loaders.values() if of["training"]), self.input_at)
 
     def _same_epoch(self) -> Iterator[dict[str, Any]]:
-        for number, of in self.loaders.items():
-            loader = of["loader"]()
+        for loader, of in {id(of["loader"]()): (of["loader"](), of) for of in self.loaders.values()}.values():
             seen = self.epochs.get(id(getattr(loader, "sampler", None)))
-            if seen is None or not of["training"] or number != max(n for n, o in self.loaders.items() if o is of):
+            if seen is None or not self.training(loader):
                 continue
-            repeated = [
-                b for a, b in zip(seen["epochs"], seen["epochs"][1:], strict=False) if a[0] == b[0] and a[1] < b[1]
-            ]
-            if repeated and len(repeated) == len(seen["epochs"]) - 1:
-                title = f"Each epoch has the same order: {len(repeated) + 1} passes over the DistributedSampler had "
-                title += f"epoch {repeated[0][0]}"
+            passes = list(zip(seen["epochs"], seen["epochs"][1:], strict=False))
+            if passes and all(a[0] == b[0] and a[1] < b[1] for a, b in passes):
+                title = f"Each epoch has the same order: {len(passes) + 1} passes over the DistributedSampler had "
+                title += f"epoch {passes[0][0][0]}"
                 yield found("data", title, of["at"], "Call sampler.set_epoch(epoch) before each epoch")
-                return
 
     def _workers(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         told: set[str] = set()
@@ -219,7 +214,7 @@ class Data:
                 and r["worker"] == one["worker"]
                 and self.loaders[r["number"]]["loader"]() is loader
             ]
-            iterable = hasattr(type(loader.dataset), "__iter__") and not hasattr(type(loader.dataset), "__getitem__")
+            iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
             same = [r for r in mates if r["batches"] == one["batches"] and len(set(r["batches"])) > 1]
             if same and iterable and "data" not in told:
                 told.add("data")
@@ -228,14 +223,10 @@ class Data:
                 code = getattr(type(loader.dataset).__iter__, "__code__", None)
                 place = (code.co_filename, code.co_firstlineno) if code else of["at"]
                 yield found("data", title, place, fix, {"workers": len(same) + 1})
-            for others, when in (
-                (mates, "in all workers"),
-                (earlier if self.training(loader) else [], "in each epoch"),
-            ):
-                for name in _repeated(one, others):
-                    if name not in told:
-                        told.add(name)
-                        yield self._same_numbers(name, when, loader, of["at"], 1 + len(others))
+            for others, when in ((mates, "in all workers"), (earlier, "in each epoch")):
+                for name in set(_repeated(one, others)) - told if self.training(loader) else ():
+                    told.add(name)
+                    yield self._same_numbers(name, when, loader, of["at"], 1 + len(others))
 
     def _same_numbers(self, name: str, when: str, loader: Any, at: tuple[str, int], count: int) -> dict[str, Any]:
         function = getattr(loader.worker_init_fn, "__code__", None)
@@ -249,13 +240,8 @@ class Data:
         return found("data", title, at, fix, {"times": count})
 
     def _assigned(self, name: str) -> tuple[str, int] | None:
-        """Return the line that assigns to an attribute or a variable of this name."""
-        for file in self.scene.sources():
-            for node in ast.walk(_parsed(file)):
-                targets = node.targets if isinstance(node, ast.Assign) else []
-                if any(getattr(t, "attr", getattr(t, "id", "")) == name for t in targets):
-                    return file, node.lineno
-        return None
+        """Return the first line that assigns to an attribute or a variable of this name."""
+        return next(((f, n.lineno) for f in self.scene.sources() for n, _ in assignments(f, name)), None)
 
     def _growth(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if len(self.looks) < FEWEST_LOOKS:
@@ -313,11 +299,11 @@ class Data:
                 held = call.func.value
                 if getattr(held, "attr", getattr(held, "id", "")) == name:
                     return file, call.lineno
-        for file in self.scene.sources():
-            for node in ast.walk(_parsed(file)):
-                for t in node.targets if isinstance(node, ast.Assign) else []:
-                    if isinstance(t, ast.Subscript) and getattr(t.value, "attr", getattr(t.value, "id", "")) == name:
-                        return file, node.lineno
+        by_item = ((f, n) for f in self.scene.sources() for n in ast.walk(parsed(f)) if isinstance(n, ast.Assign))
+        for file, node in by_item:
+            for t in node.targets:
+                if isinstance(t, ast.Subscript) and getattr(t.value, "attr", getattr(t.value, "id", "")) == name:
+                    return file, node.lineno
         return None
 
 
@@ -332,12 +318,6 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     title = f"All {len(rows)} ranks train on the same batches ({len(digests[0])} of {len(digests[0])} compared)"
     fix = "Give the loader a DistributedSampler, or seed the data by the rank"
     return [found("data", title, tuple(rows[0]["place"]), fix, {"batches compared": len(digests[0])})]
-
-
-def _parsed(file: str) -> ast.Module:
-    from labs.doctor.probes.scene import parsed
-
-    return parsed(file)
 
 
 def _data_parallel(module: Any, torch: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import weakref
 from typing import Any
 
 from labs.doctor.probes.findings import found
@@ -16,7 +17,7 @@ FEWEST = 3
 """Samples that must agree."""
 FROM_THE_START = 20
 """Steps with learning rate 0 from the first one on; warm-ups begin with one or a few."""
-MOST = 64
+MOST = 16
 """Tensors that are compared after the warm-up."""
 
 
@@ -30,8 +31,8 @@ class Effect:
         self.places: dict[int, tuple[str, int]] = {}
         self.zero: dict[int, list[int]] = {}
         """By optimizer: longest run of steps at learning rate 0, the current one, steps, first of the longest run."""
-        self.casts: list[tuple[str, int]] = []
-        """Lines that have put a module into 16 bits."""
+        self.casts: list[tuple[weakref.ref, tuple[str, int]]] = []
+        """Modules that were put into 16 bits, and the lines that did so."""
         self.moved_frozen: dict[int, str] = {}
         self.missing: dict[str, Any] = {}
         self.gone: set[int] = set()
@@ -40,8 +41,8 @@ class Effect:
         self.before: list[tuple[Any, Any]] = []
         self.canary: Any = None
         self.stale, self.stale_at = 0, ("", 0)
-        self.last_root: dict[int, int] = {}
-        """Calls with gradients of each root since the last step, in order of their last call."""
+        self.nearest: Any = None
+        """The parameter that is nearest to the loss and used once; None if it is used more often."""
 
     def install(self) -> None:
         """Note which lines put a module into 16 bits."""
@@ -53,19 +54,20 @@ class Effect:
 
         def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
             if original.__name__ != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
-                self.casts.append(self.scene.line())
+                self.casts.append((weakref.ref(module), self.scene.line()))
             return original(module, *args, **kwargs)
 
         return cast
 
-    def forward(self, module: Any, training: bool, *rest: Any) -> None:
-        """Count a root's calls, to know which one comes last before the loss."""
-        if training:
-            self.last_root[id(module)] = self.last_root.pop(id(module), 0) + 1
+    def before_backward(self, roots: Any) -> None:
+        """Find the parameter that is nearest to the loss."""
+        if self.scene.step == 2:
+            for loss in roots if isinstance(roots, list | tuple) else [roots]:
+                self.nearest = _nearest(getattr(loss, "grad_fn", None))
 
     def after_backward(self, roots: Any) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
-        for key, optimizer in self.scene.optimizers.items():
+        for key, optimizer in list(self.scene.optimizers.items()):
             if looks_at(self.scene.steps_of[key] + 1) and _gradients(optimizer):
                 self.had.add(key)
 
@@ -90,12 +92,11 @@ class Effect:
             self._note_rate(key, max(rates), number)
         if self.before:
             self._compare(optimizer, number, max(rates, default=None))
-            if number in (3, 8):
+            if number in (3, 5):
                 self._look_for_missing(number)
             self._look_at_autocast(self.before[0][0].device.type, number)
         self.before = []
         self.had.discard(key)
-        self.last_root = {}
 
     def _note_rate(self, key: int, rate: float, number: int) -> None:
         of = self.zero.setdefault(key, [0, 0, 0, 0])
@@ -137,7 +138,8 @@ class Effect:
         """Find parameters of the model that get gradients and that no optimizer has."""
         scene = self.scene
         if number == 3:
-            optimizers = [o for o in gc.get_objects() if issubclass(type(o), scene.torch.optim.Optimizer)]
+            objects = gc.get_objects()
+            optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
             listed = {
@@ -147,14 +149,17 @@ class Effect:
             hidden = [p for key, p in listed.items() if key not in known | held and _has_gradient(p)]
             stale = [p for p in scene.parameters() if p.grad is None and p.requires_grad and id(p) not in known]
             lacking: list[Any] = []
-            for key, of in roots.items():
+            for of in roots.values():
                 free = [p for p in of if id(p) not in held and _has_gradient(p)]
-                trained = [p for p in of if id(p) in held and p.grad is not None]
-                size, whole = sum(p.numel() for p in free), sum(p.numel() for p in trained)
-                last = bool(self.last_root) and [*self.last_root][-1] == key and self.last_root[key] == 1
-                apart = not trained and last and scene.roots[key].training and len(self.last_root) > 1
-                if free and (stale or size <= whole or apart):
+                trained = sum(p.numel() for p in of if id(p) in held and p.grad is not None)
+                if free and (stale or sum(p.numel() for p in free) <= trained):
                     lacking += free
+            if self.nearest is not None and id(self.nearest) not in held | known:
+                modules = [m for m in objects if issubclass(type(m), scene.torch.nn.Module) and m.training]
+                last = [of for of in map(list, (m.parameters() for m in modules)) if any(p is self.nearest for p in of)]
+                if last and not any(id(p) in held for p in max(last, key=len)):
+                    lacking += [p for p in max(last, key=len) if _has_gradient(p)]
+            self.nearest = None
             both = list({id(p): p for p in (*hidden, *lacking)}.values())
             copies = [(p, some(p).clone()) for p in both]
             self.missing = {"copies": copies, "hidden": bool(hidden), "stale": len(stale)}
@@ -190,7 +195,7 @@ class Effect:
         for key, samples in self.samples.items():
             place = self.places.get(key, ("", 0))
             used = [s for s in samples if s["rate"] is None or s["rate"] > 0]
-            if len(used) < FEWEST:
+            if len(used) < FEWEST or key not in self.scene.optimizers:
                 continue
             without = sum(not s["gradients"] or not any(n for n, _ in s["pushed"].values()) for s in used)
             if without >= FEWEST and without >= 0.8 * len(used):
@@ -252,9 +257,15 @@ class Effect:
             title += ": the updates are smaller than half a step of the format and are rounded away"
             if half:
                 fix = "Keep the parameters in FP32, without this cast, and compute under torch.autocast"
-                return [found("effect", title, self.casts[-1] if self.casts else place, fix, numbers)]
+                return [found("effect", title, self._cast_of(key) or place, fix, numbers)]
             return [found("effect", title, place, "Raise the learning rate", numbers)]
         return []
+
+    def _cast_of(self, key: int) -> tuple[str, int] | None:
+        """Return the last line that put a model of this optimizer into 16 bits."""
+        mine = {id(p) for g in self.scene.optimizers[key].param_groups for p in g["params"]}
+        modules = [(ref(), place) for ref, place in reversed(self.casts) if place[0]]
+        return next((at for m, at in modules if m is not None and any(id(p) in mine for p in m.parameters())), None)
 
     def _zero_rates(self) -> list[dict[str, Any]]:
         if not self.zero or any(of[0] < (FEWEST if of[3] > 1 else FROM_THE_START) for of in self.zero.values()):
@@ -288,6 +299,22 @@ class Effect:
 
 def _gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+
+
+def _nearest(node: Any) -> Any:
+    """Return the first parameter on the way back from a loss; None if the graph uses it more than once."""
+    level, first, uses = [node], None, 0
+    for _ in range(2_000):
+        if not level:
+            break
+        here = level.pop(0)
+        for child, _ in here.next_functions if here is not None else ():
+            if hasattr(child, "variable"):
+                first = child if first is None else first
+                uses += child is first
+            elif child is not None:
+                level.append(child)
+    return first.variable if uses == 1 else None
 
 
 def _has_gradient(parameter: Any) -> bool:

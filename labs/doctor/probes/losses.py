@@ -18,6 +18,7 @@ from typing import Any
 
 from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, looks_at
+from labs.kit import _compat
 
 DEEPEST, MOST_NODES = 24, 120
 THROUGH = frozenset(
@@ -108,7 +109,7 @@ class Losses:
         if self.undo is not None:
             self.undo.close()
             self.undo = None
-        elif self.suspects and not self.shapes and looks_at(self.scene.step + 1) and not _compiles():
+        elif self.suspects and not self.shapes and looks_at(self.scene.step + 1) and not _compat.compiled_graphs():
             self._watch()
         self.suspects = 0
 
@@ -228,7 +229,7 @@ class Losses:
             ratio = statistics.median(r for r, _, _ in steps)
             title = f"Micro-batches with {low:.0f} to {high:.0f} trained terms count the same in a step: a term of the "
             title += f"smallest weighs {ratio:.2g} times one of the largest (median)"
-            fix = "Sum the losses (reduction='sum') and divide once by the number of terms in all micro-batches of the step"
+            fix = "Sum the losses (reduction='sum') and divide once by the number of terms in the whole step"
             numbers = {"fewest terms": low, "most terms": high, "median ratio": ratio, "steps": len(steps)}
             out.append(found("accumulation", title, place, fix, numbers))
         return out
@@ -256,11 +257,6 @@ def _edges(root: Any) -> Iterator[tuple[Any, Any]]:
             if child is not None:
                 yield child, node
                 level.append(child)
-
-
-def _compiles() -> bool:
-    module = sys.modules.get("torch._dynamo.utils")
-    return bool(module and module.counters["stats"]["unique_graphs"])
 
 
 class Warnings:

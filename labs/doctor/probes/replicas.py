@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, some
+from labs.kit import _compat
 
 AT = (0, 1, 3, 7)
 """Optimizer steps after which weights are compared, right before the next one: wrappers have sent theirs by then."""
@@ -19,8 +19,10 @@ LARGE = 1024
 """Elements: less is a metric, not weights or gradients."""
 EXCHANGES = "all_reduce broadcast all_gather all_gather_into_tensor reduce reduce_scatter reduce_scatter_tensor".split()
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
-OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "torch.distributed.algorithms.model_averaging.averagers")
-"""Modules that exchange in ways of their own."""
+OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
+"""Words in a script that exchanges in ways of its own."""
+BIG = 0.25
+"""Of all weights: who sends as many elements at once sends weights."""
 
 
 class Replicas:
@@ -34,9 +36,10 @@ class Replicas:
         self.bypass: tuple[str, int] | None = None
         self.forward_at = self.backward_at = self.exchange_at = ("", 0)
         self.backwards = self.synced = self.through_ddp = 0
-        self.large = self.point_to_point = self.any = False
+        self.large = self.weights = self.point_to_point = self.any = False
         self.reduced: set[int] = set()
-        self.sampled = self.fsdp = False
+        self.fsdp = False
+        self.rank, self.group = 0, [0]
 
     def install(self) -> None:
         """See which models are wrapped, and what the script itself sends."""
@@ -68,13 +71,17 @@ class Replicas:
         self.any = True
         self.point_to_point = self.point_to_point or name in POINT_TO_POINT
         tensors = [t for a in given for t in (a if isinstance(a, list) else [a]) if hasattr(t, "numel")]
-        grads = {p.grad.data_ptr() for p in self.scene.parameters() if p.grad is not None}
+        parameters = self.scene.parameters()
+        grads = {p.grad.data_ptr() for p in parameters if p.grad is not None}
         pointers = {t.data_ptr() for t in tensors if t.numel()}
         if name == "all_reduce" and pointers and pointers <= grads:
             self.reduced |= pointers
             self.exchange_at = self.scene.line()
         elif any(t.numel() > LARGE for t in tensors):
             self.large = True
+            all_of_it = sum(p.numel() for p in parameters)
+            big = name in ("all_reduce", "broadcast") and any(t.numel() > BIG * all_of_it for t in tensors)
+            self.weights = self.weights or big or bool(pointers & {p.data_ptr() for p in parameters})
 
     def wrapped(self) -> list[Any]:
         """Return the DDP modules that are alive, in the order in which they were made."""
@@ -109,6 +116,11 @@ class Replicas:
             sums = [torch.stack([x.sum(), x.abs().sum()]).cpu() for x in parts]
         self.digests[str(self.scene.step)] = [s.tolist() for s in sums]
         self.shapes = [list(p.shape) for p in parameters]
+        wrapped, dist = self.wrapped(), torch.distributed
+        self.rank = dist.get_rank()  # now: a script leaves its group before it ends
+        self.group = [*range(dist.get_world_size())]
+        if wrapped:
+            self.group = dist.get_process_group_ranks(wrapped[0].process_group)
 
     def _compared(self) -> list[Any]:
         out = []
@@ -123,17 +135,14 @@ class Replicas:
         """Return what this rank knows; `compare` decides."""
         if not self.digests:
             return []
-        wrapped, dist = self.wrapped(), self.scene.torch.distributed
-        if not dist.is_initialized():
-            return []
-        group = dist.get_process_group_ranks(wrapped[0].process_group) if wrapped else [*range(dist.get_world_size())]
-        hooks = str([getattr(m, "_comm_hooks", ()) for m in wrapped]).lower()
+        wrapped = self.wrapped()
+        hooks = str([_compat.comm_hooks(m) for m in wrapped]).lower()
         grads = sum(p.grad is not None for p in self.scene.parameters())
-        loaded = [name for name in (*OTHERS, "torch.distributed.pipelining") if name in sys.modules]
-        text = self.scene.text() if wrapped and not self.synced else ""
+        text = self.scene.text()
+        others = self.large or self.point_to_point or any(word in text for word in OTHERS)
         row = {
-            "rank": dist.get_rank(),
-            "group": group,
+            "rank": self.rank,
+            "group": self.group,
             "ddp": bool(wrapped),
             "digests": self.digests,
             "shapes": self.shapes,
@@ -141,9 +150,9 @@ class Replicas:
             "through": self.through_ddp,
             "places": [self.forward_at, self.backward_at, self.exchange_at],
             "unsynced": bool(wrapped) and self.backwards > 0 and not self.synced,
-            "by hand": self.large or self.point_to_point or bool(loaded) or self.fsdp or "local" in hooks,
+            "by hand": self.fsdp or self.weights or "local" in hooks or (others and not wrapped),
             "averages": any(word in text for word in ("all_reduce", "averag")),
-            "cooperate": self.any or "DistributedSampler" in self.scene.text(),
+            "cooperate": self.any or "DistributedSampler" in text,
             "reduced": len(self.reduced) / grads if grads else 0.0,
         }
         return [{"probe": "_replicas", **row}]

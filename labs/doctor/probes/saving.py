@@ -7,18 +7,20 @@ import gc
 import re
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import WARM_UP, Scene, function_text, looks_at, parsed
-from labs.doctor.probes.schedules import Schedules
+from labs.doctor.probes.scene import WARM_UP, Scene, assignments, function_text, looks_at, name_in, parsed
+from labs.doctor.probes.schedules import Schedules, optimizer_of
 
 NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
 PLACE_IN_TRAINING = re.compile(r"epoch|step|iter", re.I)
 RESUMES = re.compile(r"torch\.load\(")
 WINDS_FORWARD = re.compile(r"last_epoch\s*=|for .*range\(.*:\s*\n?\s*\w*sched\w*\.step\(")
-MOST_SAVES = 3
+MOST_SAVES, RECENT = 3, 20
+BY_STEP = re.compile(r"step|epoch|iter|rank|idx|\bi\b")
 
 
 class Saving:
@@ -32,6 +34,8 @@ class Saving:
         """By id of a state dict: since which step there is one, and its line."""
         self.seen: dict[tuple[int, str], int] = {}
         self.aliases: list[dict[str, Any]] = []
+        self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        """Latest steps, and whose they were."""
         self.scheduler_names: set[str] = set()
         self.scalers: list[weakref.ref] = []
 
@@ -76,6 +80,7 @@ class Saving:
 
     def after_step(self, optimizer: Any, number: int) -> None:
         """Look for containers in the script's variables that hold the live weights since an earlier step."""
+        self.steps.append((self.scene.step, id(optimizer)))
         if number <= WARM_UP or not looks_at(number) or self.aliases:
             return
         live, torch = self._live(), self.scene.torch
@@ -148,7 +153,8 @@ class Saving:
         return save
 
     def _look_into(self, obj: Any) -> None:
-        of = self.saves.setdefault(self.scene.step, {"kinds": [], "at": self.scene.line()})
+        recent = {key for step, key in self.steps if step > self.scene.step - RECENT}
+        of = self.saves.setdefault(self.scene.step, {"kinds": [], "at": self.scene.line(), "optimizers": len(recent)})
         for key, value, depth in _inside(obj):
             if (record := self._record(value)) is not None:
                 record["used"] = True
@@ -177,7 +183,7 @@ class Saving:
 
     def findings(self) -> list[dict[str, Any]]:
         """Return both kinds."""
-        scheduled = [s for s in self._schedulers() if id(_inner(s)) in self.scene.optimizers]
+        scheduled = [s for s in self._schedulers() if id(optimizer_of(s)) in self.scene.optimizers]
         text = self.scene.text() if self.saves or scheduled else ""
         for of in self.saves.values():
             kinds = of["kinds"]
@@ -187,8 +193,8 @@ class Saving:
                     lacks.append("the learning rate schedule")
                 if any(ref() is not None for ref in self.scalers) and "scaler" not in kinds:
                     lacks.append("the GradScaler")
-                if (fewer := kinds.count("optimizer")) < len(self.scene.optimizers):
-                    lacks.append(f"{len(self.scene.optimizers) - fewer} of {len(self.scene.optimizers)} optimizers")
+                if (fewer := of["optimizers"] - kinds.count("optimizer")) > 0:
+                    lacks.append(f"{fewer} of {of['optimizers']} optimizers")
             elif "model" in kinds and "step" in kinds and self._resumes(text):
                 lacks.append("the optimizer")
             if lacks:
@@ -228,13 +234,6 @@ class Saving:
         return None
 
 
-def _inner(scheduler: Any) -> Any:
-    optimizer = getattr(scheduler, "optimizer", None)
-    while "optimizer" in getattr(optimizer, "__dict__", {}):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def _inside(obj: Any) -> Iterator[tuple[Any, Any, int]]:
     """Yield what a saved object holds, with its key and depth; not what is in the state of an optimizer."""
     level: list[tuple[Any, Any]] = [("", obj)]
@@ -255,28 +254,9 @@ def _pointers(values: Any, torch: Any) -> set[int]:
     return {v.data_ptr() for v in dense if not hasattr(v, "to_local")} - {0}
 
 
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Subscript):
-        return str(getattr(node.slice, "value", ""))
-    return str(getattr(node, "attr", getattr(node, "id", "")))
-
-
-def _assignments(file: str, name: str) -> Iterator[tuple[ast.Assign, ast.expr]]:
-    """Yield the assignments to a name, an attribute or an item of that name, with the value that it gets."""
-    last = name.rpartition(".")[2]
-    for node in ast.walk(parsed(file)):
-        for target in node.targets if isinstance(node, ast.Assign) else []:
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                for one, value in zip(target.elts, node.value.elts, strict=False):
-                    if _name(one) == last:
-                        yield node, value
-            elif _name(target) == last:
-                yield node, node.value
-
-
 def _assigned(file: str, name: str) -> tuple[str, int]:
     """Return the last line that assigns more than a constant to a name; the file's first line if none does."""
-    lines = [n.lineno for n, value in _assignments(file, name) if not isinstance(value, ast.Constant)]
+    lines = [n.lineno for n, value in assignments(file, name) if not isinstance(value, ast.Constant)]
     return file, max(lines, default=1)
 
 
@@ -286,19 +266,19 @@ def _restored(file: str, name: str) -> bool:
     inside = [
         n
         for test in ast.walk(tree)
-        if isinstance(test, ast.If)
+        if isinstance(test, ast.If) and not BY_STEP.search(ast.unparse(test.test))
         for c in ast.walk(test.test)
         if isinstance(c, ast.Compare) and isinstance(c.ops[0], ast.Lt | ast.Gt | ast.LtE | ast.GtE)
         for n in ast.walk(test)
     ]
-    for node, value in _assignments(file, name):
+    for node, value in assignments(file, name):
         text = ast.unparse(value)
         if not text.endswith(".state_dict()"):
             continue
         loads = [
             c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "load_state_dict"
         ]
-        back = [c for c in loads if c.args and _name(c.args[0]) == name.rpartition(".")[2]]
+        back = [c for c in loads if c.args and name_in(c.args[0]) == name.rpartition(".")[2]]
         if any(ast.unparse(c.func.value) == text.removesuffix(".state_dict()") for c in back):
             return True
         if node in inside and "torch.save" not in function_text(file, node.lineno):

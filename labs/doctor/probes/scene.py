@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache, wraps
@@ -17,7 +18,7 @@ from typing import Any
 HERE = os.path.dirname(os.path.realpath(__file__))
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "purelib", "platlib")})
 WARM_UP = 5
-LATER = frozenset((8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597))
+LATER = frozenset((13, 34, 55, 89, 144, 233, 377, 610, 987, 1597))
 """Steps at which the probes look: the first WARM_UP, which the doctor doesn't time, and fewer and fewer after them."""
 PER_TENSOR = 512
 """Elements of a tensor that are compared; they are spread evenly over it."""
@@ -36,22 +37,26 @@ class Scene:
         self.folder, self.scratch = os.path.realpath(folder), scratch
         self.torch: Any = None
         self.paused = False
-        self.pid, self.thread = os.getpid(), threading.get_ident()
+        self.thread = threading.get_ident()
         self.step = 0
         """Optimizer steps so far, of all optimizers."""
         self.steps_of: dict[int, int] = {}
         """The same by id of the optimizer."""
-        self.optimizers: dict[int, Any] = {}
-        self.roots: dict[int, Any] = {}
+        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+        self.roots: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         """Outermost modules that the script called, by id."""
         self.undo = ExitStack()
         self._own: dict[str, bool] = {}
 
     def away(self) -> bool:
         """Return whether nothing may be observed: in a counterfactual, another thread, a fork or a compiler's trace."""
-        if self.paused or threading.get_ident() != self.thread or os.getpid() != self.pid:
+        if self.paused or threading.get_ident() != self.thread:
             return True
         return self.torch.compiler.is_compiling()
+
+    def forked(self) -> None:
+        """Observe nothing any more: this process is a child of the script's."""
+        self.thread = -1
 
     def replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         """Put `make(original)` in the place of `owner.name` until the probes are removed."""
@@ -103,12 +108,12 @@ class Scene:
 
     def parameters(self) -> list[Any]:
         """Return the parameters of all optimizers that have stepped, each once."""
-        held = [p for o in self.optimizers.values() for g in o.param_groups for p in g["params"]]
+        held = [p for o in list(self.optimizers.values()) for g in o.param_groups for p in g["params"]]
         return list({id(p): p for p in held}.values())
 
     def name_of(self, parameter: Any) -> str:
         """Return a parameter's name in the model that holds it, or its shape."""
-        for root in self.roots.values():
+        for root in list(self.roots.values()):
             for name, p in root.named_parameters():
                 if p is parameter:
                     return name.removeprefix("module.")
@@ -155,6 +160,26 @@ def function_text(file: str, line: int) -> str:
     found = around(file, line, (ast.FunctionDef, ast.AsyncFunctionDef))
     lines = linecache.getlines(file)
     return "".join(lines[found[0].lineno - 1 : found[0].end_lineno] if found else lines[line - 1 : line])
+
+
+def name_in(node: ast.AST) -> str:
+    """Return the last part of a name, an attribute or a constant item."""
+    if isinstance(node, ast.Subscript):
+        return str(getattr(node.slice, "value", ""))
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def assignments(file: str, name: str) -> Iterator[tuple[ast.Assign, ast.expr]]:
+    """Yield the assignments to a name, an attribute or an item of that name, with the value that it gets."""
+    last = name.rpartition(".")[2]
+    for node in ast.walk(parsed(file)):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for one, value in zip(target.elts, node.value.elts, strict=False):
+                    if name_in(one) == last:
+                        yield node, value
+            elif name_in(target) == last:
+                yield node, node.value
 
 
 def planned(frames: list[types.FrameType]) -> float | None:
@@ -227,7 +252,7 @@ def _value(node: ast.expr, frame: types.FrameType) -> float | None:
 
 
 def _object(node: ast.expr, frame: types.FrameType) -> Any:
-    """Return what a name or a plain attribute of one stands for in a frame. LookupError or AttributeError if nothing."""
+    """Return what a name or a plain attribute means in a frame. LookupError or AttributeError if nothing."""
     if isinstance(node, ast.Name):
         return frame.f_locals[node.id] if node.id in frame.f_locals else frame.f_globals[node.id]
     if isinstance(node, ast.Attribute):

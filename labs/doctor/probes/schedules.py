@@ -80,7 +80,7 @@ class Schedules:
         """End the window of each schedule of this optimizer."""
         for of in self.seen.values():
             scheduler = of.ref()
-            if scheduler is None or _optimizer(scheduler) is not optimizer:
+            if scheduler is None or optimizer_of(scheduler) is not optimizer:
                 continue
             of.windows += 1
             if len(of.calls) > 1 and of.windows > 1:  # before the first step a script may wind its schedule forward
@@ -117,7 +117,7 @@ class Schedules:
         return found("effect", title, place, fix, numbers, also)
 
 
-def _optimizer(scheduler: Any) -> Any:
+def optimizer_of(scheduler: Any) -> Any:
     """Return the schedule's optimizer, out of a library's wrapper."""
     optimizer = getattr(scheduler, "optimizer", None)
     while "optimizer" in getattr(optimizer, "__dict__", {}):

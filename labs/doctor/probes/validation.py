@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from labs.doctor.probes.data import Data
 from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, around, function_text
+from labs.kit import _compat
 
 SAYS_SO = re.compile(r"(?<![a-z])(val|valid|validate|validation|eval|evaluate|evaluation|x_test|test_x)(?![a-z])", re.I)
 ON_PURPOSE = re.compile(r"mc_?drop|monte|uncertain|dropout|update_bn|recalibrat", re.I)
@@ -32,6 +34,8 @@ class Validation:
         self.stuck = 0
         self.eval_at = ("", 0)
         self.kinds: dict[int, tuple[bool, list[Any]]] = {}
+        self.known = 0
+        """Optimizers with which `kinds` was made."""
         self.padded: dict[str, Any] | None = None
 
     def install(self) -> None:
@@ -50,15 +54,11 @@ class Validation:
 
     def _of(self, module: Any) -> tuple[bool, list[Any]]:
         """Return whether an optimizer trains a module, and its parts that depend on the mode."""
-        if id(module) not in self.kinds or not self.kinds[id(module)][0]:
-            nn = self.scene.torch.nn
+        if self.known != len(self.scene.optimizers):
+            self.kinds, self.known = {}, len(self.scene.optimizers)
+        if id(module) not in self.kinds:
             mine = {id(p) for p in self.scene.parameters()}
-            parts = [
-                m
-                for m in module.modules()
-                if (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
-                or (isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats)
-            ]
+            parts = [m for m in module.modules() if _depends_on_mode(m)]
             self.kinds[id(module)] = any(id(p) in mine for p in module.parameters()), parts
         return self.kinds[id(module)]
 
@@ -82,10 +82,13 @@ class Validation:
             self.by_name[place] = self.by_name.get(place, 0) + 1
 
     def _words(self, place: tuple[str, int]) -> str:
-        import ast
+        """Return a line and the name of its function, unless that trains as well."""
+        functions = [f.name for f in around(*place, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return " ".join([linecache.getline(*place), *(f for f in functions[:1] if "train" not in f.lower())])
 
-        functions = around(*place, (ast.FunctionDef, ast.AsyncFunctionDef))
-        return linecache.getline(*place) + " " + (functions[0].name if functions else "")
+    def resumed(self) -> None:
+        """Forget what a counterfactual has cut in two."""
+        self.pending = []
 
     def before_backward(self, roots: Any) -> None:
         """The calls since the last one were training."""
@@ -159,8 +162,8 @@ class Validation:
             )
         if self.padded:
             of = self.padded
-            title = f"Validation counts {of['counted']} samples of {of['samples']}: DistributedSampler repeats some so that "
-            title += "all ranks have as many"
+            title = f"Validation counts {of['counted']} samples of {of['samples']}: DistributedSampler repeats some "
+            title += "to give all ranks as many"
             fix = "Share the samples out without repeats, or drop the repeated ones before they are counted"
             numbers = {"samples": of["samples"], "counted": of["counted"]}
             out.append(found("validation", title, of["at"], fix, numbers))
@@ -170,7 +173,14 @@ class Validation:
         return self.data.current_batch() != number
 
     def _wrong_mode(self, place: tuple[str, int], calls: int) -> dict[str, Any]:
-        title = f"Validation runs in train mode ({calls} calls): dropout is on, or batch norm uses and learns from each batch"
+        title = f"Validation runs in train mode ({calls} calls): dropout is on, or batch norm learns from each batch"
         return found(
             "validation", title, place, "Call model.eval() before it and model.train() after it", {"calls": calls}
         )
+
+
+def _depends_on_mode(module: Any) -> bool:
+    """Return whether a layer is a dropout that drops, or a norm that keeps statistics."""
+    if isinstance(module, _compat.Normalisation):
+        return module.track_running_stats
+    return "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0
