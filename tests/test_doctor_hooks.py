@@ -394,12 +394,7 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("to", "kind"),
-    [
-        ("cpu", "synchronise"),
-        ("cuda:1", "copy"),
-        (torch.ones(1).as_subclass(Unreadable), "synchronise"),
-    ],
+    ("to", "kind"), [("cpu", "synchronise"), ("cuda:1", "copy"), (torch.ones(1).as_subclass(Unreadable), "synchronise")]
 )
 def test_a_copy_to_the_host_is_a_wait_and_the_text_of_a_tensor_is_never_asked_for(to, kind):
     hooks = Hooks(os.path.dirname(__file__), lambda seconds: None)

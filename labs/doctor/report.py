@@ -19,17 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, UNPRICED, WRONG
-from labs.doctor.findings import (
-    Finding,
-    find,
-    healthy,
-    hooks_cost,
-    idle_share,
-    mean_step_s,
-    ms,
-    unknown,
-    with_steps,
-)
+from labs.doctor.findings import Finding, find, healthy, hooks_cost, idle_share, mean_step_s, ms, unknown, with_steps
 from labs.doctor.findings import count as many
 from labs.doctor.profile import AS_IS, KINDS, Profile, from_json
 from labs.kit.errors import BadInput, brief
@@ -179,10 +169,7 @@ def end_of(profile: Profile) -> str:
     if code is not None and code < 0:
         name = f" by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f" by signal {-code}"
     text = ENDS.get(profile.ended, "all was measured").format(
-        code=code,
-        error=profile.error or "see its output",
-        signal=name,
-        why=profile.error and f" ({profile.error})",
+        code=code, error=profile.error or "see its output", signal=name, why=profile.error and f" ({profile.error})"
     )
     if profile.ended == "done":
         return text
