@@ -96,7 +96,7 @@ def test_the_picture_of_a_step_is_the_devices():
     rows = {kind: share for kind, _, _, share in report.parts(profile)}
     assert rows == pytest.approx({"forward": 0.25, "backward": 0.375, "optimizer": 0.125, "idle": 0.25}, rel=0.02)
     page = report.page(report.make([profile]), everything=True)
-    assert "GPU waits for the host" in page and "by the host's clock" in page
+    assert "other work, waits for the host" in page and "by the host's clock" in page
 
 
 @pytest.mark.parametrize(("forward_s", "name", "kind"), [(0.02, "python_overhead", SLOW), (0.045, "compile", OPTION)])
@@ -132,3 +132,20 @@ def test_any_device_that_torch_can_wait_for_is_waited_for(monkeypatch):
     hooks.device = torch.device("cpu")
     hooks.synchronise()
     assert len(waited) == 1
+
+
+def test_what_is_between_forward_and_backward_is_the_loss(monkeypatch):
+    """By the device's clock, as copies to it are: what is left of a step may be a wait for the host."""
+    hooks, clock = Hooks("/x", lambda seconds: None), [0.0]
+    hooks.torch, hooks.recording = torch, True
+    monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(clock[0]))
+
+    def takes(seconds):
+        clock[0] += seconds
+
+    hooks._on_device("forward", takes, (0.2,), {})
+    clock[0] += 0.1
+    hooks._on_device("backward", takes, (0.4,), {})
+    clock[0] += 0.3
+    hooks._on_device("forward", takes, (0.2,), {})
+    assert hooks.device_seconds() == pytest.approx({"forward": 0.4, "loss": 0.1, "backward": 0.4})

@@ -29,7 +29,7 @@ class Bottleneck:
 
 LARGER = "with {factor} times the batch ({batch} now) a sample costs less"
 NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused, it takes one kernel for many"
-STARVED = "the GPU waits for the host for {idle} % of a step: Python doesn't call it fast enough"
+STARVED = "for {idle} % of a step the GPU is in no part of it: Python may not call it fast enough"
 AHEAD = "move what makes a batch into a DataLoader's dataset or collate_fn, with workers that do it ahead"
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
 BY_BATCH_FIX = (
@@ -183,9 +183,9 @@ PARTS = {
     "save": "save",
     "rest": "own code within the step",
     "device": "the doctor's wait for the device",
-    "idle": "GPU waits for the host",
+    "idle": "other work, waits for the host",
 }
-"""What a learner calls the kinds of profile.KINDS; "idle" is what a GPU's step has besides its own parts."""
+"""What a learner calls the kinds of profile.KINDS; "idle" is what a GPU's step has besides its parts."""
 NOT_DETECTED = (
     "whether a kernel uses its device well: python -m labs.profile_step, notebook 09",
     "whether the data, the loss or the model are the right ones",

@@ -331,8 +331,13 @@ class Hooks:
         copied, waited = self._noted("copy", function), self._waiting(function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            to_host = tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values())))
-            return (waited if to_host else copied)(tensor, *args, **kwargs)
+            if tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values()))):
+                return waited(tensor, *args, **kwargs)
+            began = self.mark() if self.recording and tensor.device.type == "cpu" and not self._elsewhere() else None
+            result = copied(tensor, *args, **kwargs)
+            if began is not None and self.spans.stack[-1] not in OPAQUE | {"forward", "backward"}:
+                self._events.append(("copy", began, self.mark()))
+            return result
 
         return call
 
@@ -357,6 +362,8 @@ class Hooks:
     def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Timed by the host's clock, and on a GPU by events on its stream."""
         began = self.mark() if self.recording else None
+        if began is not None and kind == "backward" and self._events and self._events[-1][0] == "forward":
+            self._events.append(("loss", self._events[-1][2], began))
         try:
             return self._timed(kind, function, args, kwargs)
         finally:
