@@ -361,7 +361,8 @@ ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.0
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
     uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
-    one = start(ENDLESS.replace("time.sleep(0.05)", uneven), options=["--seconds", "1000", "--only", "fewer threads"])
+    script = ENDLESS.replace("time.sleep(0.05)", uneven).replace("set_num_threads(1)", "set_num_threads(64)")
+    one = start(script, options=["--seconds", "1000", "--only", "fewer threads"])
     wait_for(lambda: any(f["interleaved_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
