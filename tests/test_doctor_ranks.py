@@ -21,7 +21,7 @@ def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
     """Profile of all ranks."""
     port, started, paths = str(free_port()), [], []
     for rank in range(ranks):
-        settings = Settings(list(argv), str(tmp_path), "", rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
+        settings = Settings(list(argv), str(tmp_path), rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
         mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         env = (
             environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
@@ -32,7 +32,7 @@ def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
                 command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
             )
         )
-        paths.append(settings.facts_path)
+        paths.append(settings.profile_path)
     try:
         said = [process.communicate(timeout=250)[1] for process in started]
     finally:
@@ -99,7 +99,7 @@ def test_a_script_that_starts_its_other_rank_itself_is_looked_at_as_it_is(tmp_pa
     """As Lightning does without torchrun: that rank is not looked at, and would not take part in counterfactuals."""
     (tmp_path / "train.py").write_text(OWN_RANK)
     env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    doctor = [sys.executable, "-m", "labs.doctor", "--steps", "6", "--seconds", "6", "train.py"]
+    doctor = [sys.executable, "-m", "labs.doctor", "--all", "--steps", "6", "--seconds", "6", "train.py"]
     said = subprocess.run(doctor, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=250).stdout
     told = " ".join(said.split())
     assert told.startswith("No verdict: torch.distributed joins 2 ranks") and "torchrun (-m labs.doctor" in told
@@ -118,7 +118,9 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 def test_ranks_that_no_torchrun_has_started(tmp_path, by_srun):
     """Each within a shell of its own, as of `srun bash -c`; the script itself says which rank it is."""
     (tmp_path / "train.py").write_text(BY_HAND)
-    doctor = f"{sys.executable} -m labs.doctor --steps 6 --seconds 6 --only 'no exchange' --out out train.py; true"
+    doctor = (
+        f"{sys.executable} -m labs.doctor --all --steps 6 --seconds 6 --only 'no exchange' --out out train.py; true"
+    )
     port, started = str(free_port()), []
     for rank in ("0", "1"):
         env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MY_RANK": rank, "OMP_NUM_THREADS": "1"}
