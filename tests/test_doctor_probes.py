@@ -65,7 +65,7 @@ def probed_on_ranks(code, folder, forks):
     """Findings of a script that two ranks run."""
     script, harness = folder / "train.py", Path(__file__).with_name("doctor_probe_rank.py")
     script.write_text(PRELUDE + RANKS_PRELUDE + code + RANKS_END)
-    code, out, errors = forks.run([str(harness), str(script)], 2, forks.env, folder, 120)
+    code, out, errors = forks.run([str(harness), str(script)], 2, forks.env, folder, 290)
     assert code == 0, out + errors
     return merge([json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)])
 
