@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -136,8 +137,18 @@ class Probes:
     def findings(self) -> list[dict[str, Any]]:
         """Return what is found so far, as JSON holds it. Once the script has dropped its objects that is final."""
         if self.scene.optimizers or not self.last:
-            self.last = [row for probe in list(self.probes) for row in self._guarded(probe, probe.findings)]
+            rows = [row for probe in list(self.probes) for row in self._guarded(probe, probe.findings)]
+            self.last = _finite(rows)
         return self.last
+
+
+def _finite(tree: Any) -> Any:
+    """Return it with 0 for numbers that JSON doesn't have."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return 0.0 if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def _runs(frame: Any) -> bool:

@@ -19,7 +19,7 @@ NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
 PLACE_IN_TRAINING = re.compile(r"epoch|step|iter", re.I)
 RESUMES = re.compile(r"torch\.load\(")
 WINDS_FORWARD = re.compile(r"last_epoch\s*=|for .*range\(.*:\s*\n?\s*\w*sched\w*\.step\(")
-MOST_SAVES, RECENT = 3, 20
+MOST_SAVES, RECENT, MOST_HELD = 3, 20, 3_000
 BY_STEP = re.compile(r"step|epoch|iter|rank|idx|\bi\b")
 
 
@@ -110,7 +110,7 @@ class Saving:
                 if id(value) in seen or name.startswith("__"):
                     continue
                 seen.add(id(value))
-                if isinstance(value, dict | list | tuple) and 0 < len(value) < 10_000:
+                if isinstance(value, dict | list | tuple) and 0 < len(value) < MOST_HELD:
                     pairs = list(value.items()) if isinstance(value, dict) else [(name, v) for v in value]
                     if any(isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter) for _, v in pairs):
                         yield name, value
@@ -223,14 +223,11 @@ class Saving:
         names = "|".join([r"\w*sched\w*", *map(re.escape, sorted(self.scheduler_names))])
         if re.search(rf"\b({names})(\[\w+\])?\.state_dict\(", text) or WINDS_FORWARD.search(text):
             return None
-        for file, call in self.scene.calls():
-            body = function_text(file, call.lineno)
-            if (
-                ast.unparse(call.func) == "torch.save"
-                and re.search(r"\bopt\w*\.state_dict\(", body)
-                and "**" not in body
-            ):
-                return file, call.lineno
+        saves = [(f, call.lineno) for f, call in self.scene.calls() if ast.unparse(call.func) == "torch.save"]
+        for place in saves:
+            body = function_text(*place)
+            if re.search(r"\bopt\w*\.state_dict\(", body) and "**" not in body:
+                return place
         return None
 
 

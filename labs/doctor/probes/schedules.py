@@ -25,7 +25,7 @@ class Schedule:
         """Since the optimizer's last step: line, and backward passes until then."""
         self.windows = self.repeated = self.most = 0
         self.lines: set[tuple[str, int]] = set()
-        self.interleaved = self.by_library = False
+        self.interleaved = self.by_library = self.looked = False
         self.planned: float | None = None
         self.length: float | None = None
 
@@ -62,7 +62,8 @@ class Schedules:
             of = self.seen[id(scheduler)] = Schedule(scheduler)
         if len(of.calls) < 100:
             of.calls.append((self.scene.line(by), self.backwards))
-        if len(of.calls) == 2 and of.windows >= 1 and of.planned is None:
+        if len(of.calls) == 2 and of.windows >= 1 and not of.looked:
+            of.looked = True
             of.by_library = "accelerate" in by.f_code.co_filename
             of.planned = planned(list(self.scene.frames(by)))
             of.length = _length(scheduler, of.planned)
