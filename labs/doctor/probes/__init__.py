@@ -11,8 +11,9 @@ from typing import Any
 
 from labs.doctor.probes.data import Data
 from labs.doctor.probes.effect import Effect
-from labs.doctor.probes.findings import Finding, merge
+from labs.doctor.probes.findings import Finding
 from labs.doctor.probes.losses import Losses, Warnings
+from labs.doctor.probes.merging import merge
 from labs.doctor.probes.replicas import Replicas
 from labs.doctor.probes.saving import Saving
 from labs.doctor.probes.scene import Scene
