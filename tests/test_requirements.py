@@ -67,7 +67,9 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
 COMMANDS = ("labs.doctor.__main__", "labs.watch.__main__")
-LATER = "doctor.report doctor.compare doctor.patient doctor.counterfactuals doctor.supervisor watch.watchman".split()
+LATER = (
+    "doctor.report doctor.compare doctor.script_process doctor.counterfactuals doctor.supervisor watch.watchman".split()
+)
 
 
 def test_the_commands_need_four_packages():
