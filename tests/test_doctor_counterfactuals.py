@@ -284,7 +284,7 @@ def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path):
     facts = load(settings.profile_path)
     assert facts.ended == "script ended" and not_reached(facts) == named
     (said,) = [text for text in findings.unknown([facts]) if text.startswith("not tried")]
-    assert f"{', '.join(named)} (the script ended after {facts.steps} steps" in said and "--only NAME" in said
+    assert f"{', '.join(named)} (the run ended after {facts.steps} steps" in said and "--only NAME" in said
 
 
 @pytest.mark.long

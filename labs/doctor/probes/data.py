@@ -271,7 +271,7 @@ class Data:
         if (
             grown
             and _bounded(loader, grown)
-            and per_batch * len(loader) < 0.25 * psutil.virtual_memory().available / 2**20
+            and per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
         ):
             return  # a cache of the data set, which fits
         title = (
@@ -410,3 +410,11 @@ def _bounded(loader: Any, grown: dict[str, tuple[int, int]]) -> bool:
         )
     except TypeError:
         return False
+
+
+def _batches(loader: Any) -> float:
+    """Of an epoch; of a stream nobody knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")
