@@ -232,8 +232,9 @@ class Effect:
         if len(self.scene.optimizers) > 1 or self._by_others(key):
             return []  # one of several may wait for its phase of the training
         none = not any(s["gradients"] for s in used)
-        title = f"step() changes nothing: {'no' if none else 'a zero'} gradient reaches any of the {used[0]['of']} "
-        title += "tensors of the optimizer"
+        tensors = f"{used[0]['of']} tensors of the optimizer"
+        title = "step() changes nothing: "
+        title += f"no gradient reaches any of the {tensors}" if none else f"the gradients of all {tensors} are 0"
         fix = (
             "Make the optimizer of the parameters of the model that is called, and keep detach(), .data and no_grad() "
         )

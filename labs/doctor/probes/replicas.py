@@ -192,7 +192,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
             return [found("replicas", title, exchange_at, fix, numbers)]
         if first["reduced"] or start_differs or not first["cooperate"]:
             return []
-        title = f"The ranks train different models, for no gradients are exchanged: {seen}"
+        title = f"The ranks train different models, because they exchange no gradients: {seen}"
         return [found("replicas", title, forward_at, "Wrap the model: model = DistributedDataParallel(model)", numbers)]
     if first["bypass"]:
         title = "The ranks train different models: this line calls the module inside DistributedDataParallel, so no "
