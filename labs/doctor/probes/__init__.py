@@ -36,8 +36,8 @@ class Probes:
         losses, schedules, data = Losses(scene), Schedules(scene), Data(scene)
         self.probes: list[Any] = [
             Replicas(scene),
+            schedules,  # before what a schedule that is too short leads to
             Effect(scene),
-            schedules,
             losses,
             Warnings(scene, losses),
             data,
