@@ -16,7 +16,7 @@ LABS = Path(_compat.__file__).parents[1]
 PRIVATE = re.compile(
     r"torch(\.[a-z_]+)*\._[A-Za-z]|from torch[a-z_.]*\._|from torch[a-z_.]* import .*\b_[a-z]|distributed_c10d[.]_"
 )
-OF_A_LEARNER = {"doctor/scripts/train_text.py"}  # a program of its own, which the doctor's trial runs
+OF_A_LEARNER = {"doctor_trial/scripts/train_text.py"}  # a program of its own, which the doctor's trial runs
 FILES = {
     p.relative_to(LABS).as_posix(): p.read_text()
     for p in LABS.rglob("*.py")

@@ -1,6 +1,5 @@
 """Counterfactuals leave no trace, take away what their name says, and fit into their time."""
 
-import itertools
 import random
 import subprocess
 import sys
@@ -10,22 +9,22 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from doctor_patients import classifier, data, environment, forever, look_at
+from doctor_training import classifier, data, environment, forever, look_at
 from torch import nn
 
-from labs.doctor import diagnosis, kept, loader_alone, turns
+from labs.doctor import findings, schedule
 from labs.doctor.counterfactuals import MODES, Counterfactual
-from labs.doctor.facts import AS_IS, Facts, Line, load, not_reached
-from labs.doctor.patient import Settings
+from labs.doctor.profile import AS_IS, Line, Profile, load, not_reached
+from labs.doctor.script_process import Settings
 
 loss_of = nn.functional.cross_entropy
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Two rounds of short turns."""
+    """Two rounds of short schedule."""
     for name, value in (("LEAST_ROUNDS", 2), ("MOST_ROUNDS", 2), ("MOST_STEPS", 2)):
-        monkeypatch.setattr(turns, name, value)
+        monkeypatch.setattr(schedule, name, value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -131,7 +130,7 @@ def test_steps_as_they_are_train_as_if_nothing_else_had_been(quick, make, dtype)
     tried = {"vandal", "same batch again", "larger batch"}
     if make is not lbfgs:
         tried |= {"fused optimizer", "half precision" if dtype == torch.float32 else "single precision"}
-    assert set(facts.turns_s) == {AS_IS, *tried}
+    assert set(facts.interleaved_s) == {AS_IS, *tried}
     assert len(losses) > 20
     alone = prepared()
     assert losses == [step(*alone, x, y) for x, y in batches]
@@ -156,7 +155,7 @@ def test_the_graph_of_a_loss_to_come_survives_what_is_put_back(quick, generator_
                 ours.step()
 
     facts = look_at(training, [MODES["same batch again"], MODES["larger batch"]])
-    assert len(facts.turns_s) == 3
+    assert len(facts.interleaved_s) == 3
     assert facts.micro_batches == pytest.approx(1 + 1 / generator_every)  # backward passes of a step
 
 
@@ -185,113 +184,8 @@ def test_a_batch_that_the_script_takes_apart_is_whole_again(quick):
     assert all(s % 32 == 0 and s >= 8 * 36 for _, s in sums)  # none was divided twice
 
 
-def test_an_evaluation_ends_while_the_training_has_the_same_batch(quick):
-    model = classifier()
-    optimizer, tests = sgd(model.parameters()), data()
-    seen = []
-
-    def training():
-        for step, (x, y) in enumerate(forever(data())):
-            loss_of(model(x), y).backward()
-            optimizer.step()
-            if step % 2:
-                with torch.no_grad():
-                    seen.append(sum(len(model(x)) for x, _ in itertools.islice(tests, 100)))  # else it never ends
-
-    facts = look_at(training, [MODES["same batch again"]])
-    assert all(facts.turns_s["same batch again"]) and len(set(seen)) == 1
-
-
-def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
-    done, on = [], []
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = classifier()
-
-        def forward(self, x):
-            if not torch.is_grad_enabled():
-                done.append(("evaluation", *on))
-            return self.inner(x)
-
-    class Other(torch.utils.data.TensorDataset):
-        def __getitem__(self, i):
-            done.append(("its data", *on))
-            return super().__getitem__(i)
-
-    model, other = Model(), torch.utils.data.DataLoader(Other(torch.randn(20, 8)), 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    seen = set()
-
-    def training():
-        for x, y in forever(data()):
-            loss_of(model(x), y).backward()
-            with torch.no_grad():
-                seen.add(tuple(tuple(model(x).shape) for (x,) in other))
-            (tmp_path / "file").unlink(missing_ok=True)
-            torch.save({}, tmp_path / "file")
-            done.append(("saved", *on) if (tmp_path / "file").exists() else ("not", *on))
-            print("step", *on)
-            optimizer.step()
-
-    names = ["no evaluation", "no printing", "no saving"]
-    facts = look_at(training, [Watched(MODES[name], on) for name in names])
-    assert set(facts.turns_s) == {AS_IS, *names} and not facts.rare
-    once_a_turn = sum(map(bool, facts.turns_s["no evaluation"]))  # in a step that does not count: then it is known
-    assert ("evaluation",) in done and done.count(("evaluation", "no evaluation")) == once_a_turn
-    assert ("its data",) in done and ("its data", "no evaluation") not in done
-    assert seen == {((8, 3), (8, 3), (4, 3)), ((8, 3),) * 3}  # as many batches as ever
-    assert ("saved",) in done and ("not", "no saving") in done and ("saved", "no saving") not in done
-    said = capsys.readouterr().out.splitlines()
-    assert "step" in said and "step no evaluation" in said and "step no printing" not in said
-
-
-@pytest.mark.parametrize("in_scratch", [True, False])
-def test_a_save_that_is_not_made_leaves_a_file_that_can_be_renamed(quick, tmp_path, in_scratch):
-    """As it is written in one piece. Where the file would be the script's own checkpoint there is none."""
-    model, on, sizes = classifier(), [], set()
-    optimizer, part, whole = torch.optim.SGD(model.parameters(), 0.1), tmp_path / "part", tmp_path / "whole"
-
-    class InScratch(Watched):
-        def enter(self, hooks):
-            hooks.in_scratch = in_scratch
-            super().enter(hooks)
-
-    def training():
-        for x, y in forever(data()):
-            loss_of(model(x), y).backward()
-            torch.save(model.state_dict(), f=part)
-            if in_scratch or part.exists():
-                part.replace(whole)
-            torch.save(model.state_dict(), tmp_path / "again")
-            sizes.add((bool(on), whole.stat().st_size > 0, (tmp_path / "again").stat().st_size > 0))
-            optimizer.step()
-
-    facts = look_at(training, [InScratch(MODES["no saving"], on)])
-    assert all(facts.turns_s["no saving"]) and MODES["no saving"].risky
-    assert sizes == {(False, True, True), (True, not in_scratch, True)}
-
-
-@pytest.mark.parametrize(
-    ("limit", "local_ranks", "room"),
-    [(None, 1, True), (None, 4, False), (5.9e9, 1, False)],
-)
-def test_room_for_copies_is_that_of_all_ranks_and_of_their_job(monkeypatch, limit, local_ranks, room):
-    """On a machine with 10 GB free, of ranks that hold 2 GB each and would copy 2 GB, with as much again to spare."""
-    monkeypatch.setattr(kept.psutil, "virtual_memory", lambda: SimpleNamespace(available=10e9))
-    monkeypatch.setattr(kept.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=2e9)))
-    monkeypatch.setattr(kept.host, "memory_limit_bytes", lambda: limit)
-    monkeypatch.setattr(kept, "_bytes", lambda tensor: 1e9)
-    model = nn.Linear(1, 1)  # two tensors
-    hooks = SimpleNamespace(torch=torch, device=torch.device("cpu"), roots={1: model}, optimizers={})
-    assert kept.Kept.room(hooks, local_ranks) == room
-    fits = MODES["larger batch"]._fits  # its step takes up to 2.4 GB more
-    assert fits(hooks, local_ranks) == (kept.free_on_host(local_ranks) > 2.4e9)
-
-
 def _seen(monkeypatch, **training):
-    facts = Facts(
+    facts = Profile(
         "x",
         ["x"],
         training={
@@ -323,7 +217,7 @@ def test_reasons_against_each(monkeypatch):
     facts = _seen(monkeypatch)
     reasons = {name: mode.why_not(hooks, facts) for name, mode in MODES.items()}
     can = {name for name, why in reasons.items() if not why}
-    assert can - {"fewer threads", "one thread per core"} == {"half precision", "compiled"}
+    assert can - {"fewer threads"} == {"half precision", "compiled"}
     assert facts.training["half"] == "bfloat16"
     assert "FP64" in MODES["half precision"].why_not(hooks, _seen(monkeypatch, dtypes=["float64"]))
     hooks.optimizers = {1: torch.optim.LBFGS(model.parameters())}
@@ -359,29 +253,9 @@ def test_in_single_precision_lines_after_the_step_find_gradients_and_evaluation_
                 model(x.double())
 
     facts = look_at(training, [MODES["single precision"]])
-    assert all(facts.turns_s["single precision"]) and "single precision" not in facts.not_tried
+    assert all(facts.interleaved_s["single precision"]) and "single precision" not in facts.not_tried
     assert dtypes == {(torch.float64, torch.float64), (torch.float32, torch.float32)}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
-
-
-def test_anomaly_detection_of_each_step_is_off(quick):
-    model, on, seen = classifier(), [], set()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def training():
-        for x, y in forever(data()):
-            with torch.autograd.detect_anomaly(check_nan=False):
-                seen.add((bool(on), torch.is_anomaly_enabled()))
-                loss_of(model(x), y).backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match="Anomaly"):
-        facts = look_at(training, [Watched(MODES["no anomaly detection"], on)])
-    assert "no anomaly detection" in facts.turns_s
-    assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
-
-
-# Time
 
 
 # What a script does not survive
@@ -404,13 +278,13 @@ def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path):
     """)
     )
     modes = ("same batch again", "compiled")
-    settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
-    command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
+    settings = Settings([str(script)], str(tmp_path), steps=3, seconds=20, modes=modes)
+    command = [sys.executable, "-m", "labs.doctor.script_process", str(settings.save())]
     subprocess.run(command, env=environment(), check=True, timeout=250)
-    facts = load(settings.facts_path)
+    facts = load(settings.profile_path)
     assert facts.ended == "script ended" and not_reached(facts) == named
-    (said,) = [text for text in diagnosis.unknown([facts]) if text.startswith("not tried")]
-    assert f"{', '.join(named)} (the script ended after {facts.steps} steps" in said and "--only NAME" in said
+    (said,) = [text for text in findings.unknown([facts]) if text.startswith("not tried")]
+    assert f"{', '.join(named)} (the run ended after {facts.steps} steps" in said and "--only NAME" in said
 
 
 @pytest.mark.long
@@ -433,43 +307,19 @@ def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
                 optimizer.step()
     """)
     )
-    modes = ("same batch again", "fused optimizer", "larger batch", "more workers")
-    settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
-    command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
+    modes = ("same batch again", "fused optimizer", "larger batch", "other loaders")
+    settings = Settings([str(script)], str(tmp_path), steps=3, seconds=20, modes=modes)
+    command = [sys.executable, "-m", "labs.doctor.script_process", str(settings.save())]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
-    facts = load(settings.facts_path)
+    facts = load(settings.profile_path)
     others = ("same batch again", "fused optimizer")
     reasons = {name: facts.not_tried.get(name, "") + facts.left_out.get(name, "") for name in others}
     slow = {name for name, why in reasons.items() if "times as long" in why or "too short" in why}  # a busy machine
     # What promises less than the larger batch comes after it: noise may turn the two promises round
     late = {"fused optimizer"} if "would have been after 'larger batch'" in reasons["fused optimizer"] else set()
-    assert facts.ended == "done" and set(facts.turns_s) == {AS_IS, *others} - slow - late, reasons
+    assert facts.ended == "done" and set(facts.interleaved_s) == {AS_IS, *others} - slow - late, reasons
     assert "larger batch" in facts.not_tried and not facts.trying
-    assert "--without 'larger batch'" in facts.left_out.get("more workers", "") or facts.not_tried.get("more workers")
+    assert "--without 'larger batch'" in facts.left_out.get("other loaders", "") or facts.not_tried.get("other loaders")
     if "raise" in how:
         assert "only 8" in facts.not_tried["larger batch"] and done.returncode == 0
         assert "Traceback" not in done.stderr
-
-
-# A DataLoader alone
-
-
-class Sleepy(torch.utils.data.Dataset):
-    def __init__(self, sleep=lambda: None):
-        self.sleep = sleep
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, i):
-        self.sleep()
-        return torch.zeros(2)
-
-
-def test_a_loader_alone_goes_on_after_its_end_and_leaves_no_worker(monkeypatch):
-    import multiprocessing
-
-    loader = torch.utils.data.DataLoader(Sleepy(), 8)
-    assert loader_alone.seconds_per_batch(loader, 0, 0.01) > 0
-    assert loader_alone.seconds_per_batch(loader, 2, 0.05) > 0
-    assert not multiprocessing.active_children()

@@ -1,7 +1,6 @@
 """The doctor's hooks: each instant of a step belongs to the right kind, and the script does not notice them."""
 
 import builtins
-import copy
 import inspect
 import io
 import itertools
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctor_patients import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
-from processes import MARK, assert_no_survivors
+from doctor_training import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
@@ -147,30 +145,6 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:.*pipelining.*")
-def test_what_a_pipelines_schedule_does_besides_forward_and_backward_is_exchange(clock, one_rank):
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    model = Slow(clock, 0.002, 0.003)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def loss(output, target):
-        clock.sleep(0.005)
-        return loss_of(output, target)
-
-    schedule = Schedule1F1B(PipelineStage(model, 0, 1, torch.device("cpu")), 2, loss_fn=loss)
-
-    def training():
-        for x, y in forever(data()):
-            optimizer.zero_grad()
-            schedule.step(x, target=y)
-            clock.sleep(0.02)
-            optimizer.step()
-
-    seconds, _ = seconds_of_steps(training)
-    assert seconds == {"forward": 0.004, "backward": 0.006, "exchange": 0.010, "rest": 0.02}
-
-
 def test_a_wait_for_what_was_sent_is_exchange_and_within_a_model_it_is_the_models(clock, one_rank):
     """FSDP waits for its weights in forward: that is how it works, and nothing that a script could leave out."""
     inside, kinds = [], []
@@ -233,18 +207,6 @@ def _accumulation(clock):
             optimizer.zero_grad()
 
 
-def _averaged(clock):
-    model = Slow(clock, 0.001)
-    optimizer = SlowSgd(model.parameters(), clock, 0.012)
-    schedule, average = torch.optim.lr_scheduler.StepLR(optimizer, 1), None
-    for x, y in forever(loader_of(clock, 0.048)):
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        schedule.step()
-        average = average or copy.deepcopy(model)  # after the hooks have found the model
-        assert average._compiled_call_impl is None
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_autocast_within_a_models_own_forward_is_seen(enabled):
     """As accelerate has it. Around the loss alone it is not the model's."""
@@ -269,7 +231,6 @@ def test_autocast_within_a_models_own_forward_is_seen(enabled):
         (_gan, {"data": 0.048, "forward": 0.003, "optimizer": 0.012}),
         (_submodules, {"data": 0.048, "forward": 0.001, "optimizer": 0.012}),
         (_accumulation, {"data": 0.048, "forward": 0.002, "optimizer": 0.012}),
-        (_averaged, {"data": 0.048, "forward": 0.001, "optimizer": 0.012}),
     ],
 )
 def test_trainings_of_all_shapes_are_seen(clock, training, expected):
@@ -306,27 +267,6 @@ def test_what_cannot_be_seen_is_in_the_scripts_own_time(clock, kind):
         assert seconds == {"prepare": 0.008, "forward": 0.001, "optimizer": 0.004} and hooks.loader is None
     else:
         assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004}
-
-
-@pytest.mark.parametrize(("context", "device"), [("spawn", None), ("fork", "cpu")])
-def test_workers_and_a_default_device(context, device):
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def training():
-        torch.set_default_device(device)
-        try:
-            options = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
-            for x, y in forever(data(**options)):
-                loss_of(model(x), y).backward()
-                optimizer.step()
-        finally:
-            torch.set_default_device(None)
-
-    _, hooks = seconds_of_steps(training)
-    assert hooks.loader.num_workers == 1
-    hooks.loader._iterator._shutdown_workers()  # persistent: the thread of its queue knows the hooks
-    assert_no_survivors(os.environ[MARK], os.getpid())
 
 
 def test_nothing_is_left_after_them():
@@ -454,12 +394,7 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("to", "kind"),
-    [
-        ("cpu", "synchronise"),
-        ("cuda:1", "copy"),
-        (torch.ones(1).as_subclass(Unreadable), "synchronise"),
-    ],
+    ("to", "kind"), [("cpu", "synchronise"), ("cuda:1", "copy"), (torch.ones(1).as_subclass(Unreadable), "synchronise")]
 )
 def test_a_copy_to_the_host_is_a_wait_and_the_text_of_a_tensor_is_never_asked_for(to, kind):
     hooks = Hooks(os.path.dirname(__file__), lambda seconds: None)

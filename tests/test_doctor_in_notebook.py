@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctor_patients import environment
+from doctor_training import environment
 from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12 import editable_counterfactual as editable
@@ -41,7 +41,7 @@ def shown(monkeypatch, capsys):
 
 def test_cures_change_the_patient_and_one_takes_the_bad_line_away():
     case = BY_NAME["slow_loader"]
-    texts = visit.cured_texts(case)
+    texts = visit.fixd_texts(case)
     assert texts[visit.FIRST_CURE["slow_loader"]] == case.cured != case.text
     assert len({case.text, *texts.values()}) == 3
 

@@ -2,38 +2,30 @@
 
 from dataclasses import dataclass
 
-import doctor_patients
+import doctor_training
 import pytest
 import torch
-from doctor_facts import STEP_S, made
-from doctor_patients import Clock, classifier, data, forever, look_at
+from doctor_profiles import STEP_S, made
+from doctor_training import Clock, classifier, forever, look_at
 from test_doctor_hooks import loader_of
 
-from labs.doctor import bounds, compare, report
-from labs.doctor.causes import HOLDS_BACK, OPTION, READING
-from labs.doctor.counterfactuals import MODES, Counterfactual
-from labs.doctor.diagnosis import IN_TURN, diagnose, healthy, unknown
-from labs.doctor.facts import AS_IS, Line
+from labs.doctor import estimated_gain, report
+from labs.doctor.bottlenecks import OPTION, SLOW, UNPRICED
+from labs.doctor.counterfactuals import MODES
+from labs.doctor.findings import find
 from labs.doctor.hooks import Hooks, describe
+from labs.doctor.profile import AS_IS, Line
 from labs.doctor.ranks import Ranks
-from labs.doctor.turns import LEAST_STEPS, _InTurn
-from labs.kit import _compat
+from labs.doctor.schedule import LEAST_STEPS, _Interleaved
 
 
-def gpu(parts=None, modes=None, beside_s=None, **more):
-    """Its steps as they are end with a wait; `beside_s`: a step without that wait, of the turns."""
-    facts = made(parts, modes, device="cuda", **more)
-    facts.turns_s[AS_IS] = [[beside_s or STEP_S]] * len(facts.turns_s[AS_IS])
-    return facts
-
-
-HIDDEN = {"prepare": 0.2, "device": 0.8}
-"""5 ms of own code and 20 ms of the device's work, which take 25 ms only because the doctor waits for it."""
+def gpu(parts=None, modes=None, **more):
+    return made(parts, modes, device="cuda", **more)
 
 
 @pytest.mark.parametrize(("step_s", "device"), [(0.02, "cuda"), (0.5, "cuda"), (0.05, "cpu")])
 def test_a_turn_has_several_steps_between_two_waits_for_a_device(step_s, device):
-    steps = _InTurn(None, made(step_s=step_s, device=device, loader=None), Ranks(1), 10.0).steps
+    steps = _Interleaved(None, made(step_s=step_s, device=device, loader=None), Ranks(1), 10.0).steps
     assert steps >= LEAST_STEPS if device == "cuda" else steps == max(1, round(0.1 / step_s))
 
 
@@ -44,7 +36,7 @@ class Device:
         self.clock, self.done_at = Clock(monkeypatch), 0.0
         monkeypatch.setattr(Hooks, "synchronise", lambda hooks: self.clock.sleep(self.left()))
         monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(self.clock.now + self.left()))
-        monkeypatch.setattr(doctor_patients, "describe", self.describe)
+        monkeypatch.setattr(doctor_training, "describe", self.describe)
 
     def left(self):
         return max(0.0, self.done_at - self.clock.now)
@@ -79,85 +71,46 @@ def test_a_loader_costs_what_the_device_does_not_hide(host_s, step_s, monkeypatc
             optimizer.step()
 
     facts = look_at(training, [MODES["same batch again"]], steps=6)
-    assert facts.step_s == pytest.approx([host_s + 0.020] * 6)
-    assert bounds.beside_s([facts]) == pytest.approx([step_s] * len(facts.turns_s[AS_IS]))
-    assert bounds.in_turn([facts], "same batch again").value == pytest.approx(step_s / 0.020)
+    assert facts.step_s[1:] == pytest.approx([step_s] * 5), "from mark to mark: nobody waits between"
+    assert {round(s, 4) for turn in facts.interleaved_s[AS_IS] for s in turn} == {step_s}
+    assert estimated_gain.interleaved([facts], "same batch again").value == pytest.approx(step_s / 0.020)
 
 
-def test_own_code_beside_which_the_device_works_holds_nothing_back():
-    (found,) = diagnose([gpu(HIDDEN, beside_s=0.020, step_s=0.025)])
-    assert (found.name, found.kind, found.bound) == ("own_code", READING, None) and "meanwhile" in found.certainty
-    assert [f.name for f in diagnose([made(HIDDEN, step_s=0.025)]) if f.kind == HOLDS_BACK] == ["own_code"]
+def test_own_code_beside_which_the_device_works_has_no_price():
+    parts = {"prepare": 0.4, "forward": 0.6}
+    (found,) = find([gpu(parts)])
+    assert (found.name, found.kind, found.gain) == ("own_code", UNPRICED, None) and "meanwhile" in found.what
+    assert [f.name for f in find([made(parts)]) if f.kind == SLOW] == ["own_code"]
 
 
 @pytest.mark.parametrize("kind", ["data", "exchange"])
 def test_no_time_of_the_host_is_priced_by_arithmetic(kind):
-    parts = {"device": 0.5, kind: 0.5}
     lines = [Line(kind, "it", "/x/train.py", 4, "it", 1.0, 20.0)]
     for ranks in (1, 2):
-        facts = [gpu(parts, rank=rank, ranks=ranks, lines=lines) for rank in range(ranks)]
-        assert not [f for f in diagnose(facts) if f.bound or f.kind != READING]
+        profiles = [gpu({kind: 0.5, "forward": 0.5}, rank=rank, ranks=ranks, lines=lines) for rank in range(ranks)]
+        assert not [f for f in find(profiles) if f.gain or f.kind != UNPRICED]
 
 
-def _report(facts):
-    return report.Report(facts, diagnose(facts), healthy(facts), unknown(facts))
+def test_the_picture_of_a_step_is_the_devices():
+    profile = gpu(step_s=0.004, device_s={"forward": [0.001], "backward": [0.0015], "optimizer": [0.0005]})
+    rows = {kind: share for kind, _, _, share in report.parts(profile)}
+    assert rows == pytest.approx({"forward": 0.25, "backward": 0.375, "optimizer": 0.125, "idle": 0.25}, rel=0.02)
+    page = report.page(report.make([profile]), everything=True)
+    assert "other work, waits for the host" in page and "by the host's clock" in page
 
 
-def test_before_and_after_are_steps_without_that_wait():
-    before, after = gpu(HIDDEN, beside_s=0.020, step_s=0.025), gpu(HIDDEN, beside_s=0.010, step_s=0.025)
-    found = compare.compare(_report([before]), _report([after]))
-    assert found.gain.value == pytest.approx(2) and not found.warnings
-    after.turns_s = {}
-    assert any("wait for the device" in text for text in compare.compare(_report([before]), _report([after])).warnings)
+@pytest.mark.parametrize(("forward_s", "name", "kind"), [(0.02, "python_overhead", SLOW), (0.045, "compile", OPTION)])
+def test_python_is_called_too_slow_only_where_the_gpu_waits_for_it(forward_s, name, kind):
+    (found,) = find([gpu(modes={"compiled": 0.6 * STEP_S}, device_s={"forward": [forward_s]})])
+    assert (found.name, found.kind) == (name, kind)
 
 
-# How busy it is
-
-
-class Nothing(Counterfactual):
-    """Changes nothing."""
-
-    name, hooks, entered = "nothing", None, False
-
-    def why_not(self, hooks, facts):
-        self.hooks = hooks
-        return ""
-
-    def enter(self, hooks):
-        self.entered = True
-
-    def leave(self, hooks):
-        self.entered = False
-
-
-def test_it_is_looked_at_while_steps_are_as_they_are_and_are_not_waited_for(monkeypatch):
-    """And of the steps as they are it is noted which of them have made a graph."""
-    mode, seen, graphs = Nothing(), [], []
-    monkeypatch.setattr(_compat, "compiled_graphs", lambda: len(graphs))
-
-    def training():
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for number, (x, _) in enumerate(forever(data())):
-            model(x).sum().backward()
-            if mode.hooks:
-                seen.append((mode.hooks.undisturbed, mode.hooks.synchronised, mode.entered))
-            if number in (12, 18, 24):
-                graphs.append(number)
-            optimizer.step()
-
-    facts = look_at(training, [mode], steps=30)
-    first, *others = facts.compiles["at"]
-    assert facts.compiles["in_steps"] == 3 and others == [first + 6, first + 12]
-    assert {entered for undisturbed, _, entered in seen if undisturbed} == {False}
-    undisturbed = [waited for undisturbed, waited, _ in seen if undisturbed]
-    assert undisturbed.count(False) > undisturbed.count(True) > 0, "the last step of a turn ends with a wait"
-
-
-def test_a_gpu_is_called_starved_only_if_it_was_looked_at():
-    for machine, name, kind in (({"gpu_percent": 40}, "python_overhead", HOLDS_BACK), ({}, "compile", OPTION)):
-        (found,) = diagnose([gpu(modes={"compiled": 0.6 * STEP_S}, machine=machine)])
-        assert (found.name, found.kind, found.by) == (name, kind, IN_TURN)
+def test_copies_from_pageable_memory_are_an_option_with_their_line():
+    lines = [Line("copy", "to", "/x/train.py", 4, "x = x.to(device)", 1.0, 9.0)]
+    profile = gpu(copy_s={"pageable": [0.02] * 12, "pinned": [0.005] * 12}, lines=lines)
+    [found] = [f for f in find([profile]) if f.name == "pageable"]
+    assert found.kind == OPTION and found.line == "train.py:4" and "pin_memory" in found.fix
+    assert found.gain.value == pytest.approx(0.05 / 0.035, rel=0.03)
 
 
 # Devices of other makers
@@ -179,3 +132,20 @@ def test_any_device_that_torch_can_wait_for_is_waited_for(monkeypatch):
     hooks.device = torch.device("cpu")
     hooks.synchronise()
     assert len(waited) == 1
+
+
+def test_what_is_between_forward_and_backward_is_the_loss(monkeypatch):
+    """By the device's clock, as copies to it are: what is left of a step may be a wait for the host."""
+    hooks, clock = Hooks("/x", lambda seconds: None), [0.0]
+    hooks.torch, hooks.recording = torch, True
+    monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(clock[0]))
+
+    def takes(seconds):
+        clock[0] += seconds
+
+    hooks._on_device("forward", takes, (0.2,), {})
+    clock[0] += 0.1
+    hooks._on_device("backward", takes, (0.4,), {})
+    clock[0] += 0.3
+    hooks._on_device("forward", takes, (0.2,), {})
+    assert hooks.device_seconds() == pytest.approx({"forward": 0.4, "loss": 0.1, "backward": 0.4})

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from doctor_patients import environment
+from doctor_training import environment
 from processes import free_port
 
-from labs.doctor.facts import AS_IS, load
-from labs.doctor.patient import Settings
+from labs.doctor.profile import AS_IS, load
+from labs.doctor.script_process import Settings
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).parent / "doctor_scripts" / "two_ranks.py")
@@ -18,21 +18,21 @@ RECIPES = Path(__file__).parents[1] / "labs" / "recipes"
 
 
 def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
-    """Facts of all ranks."""
+    """Profile of all ranks."""
     port, started, paths = str(free_port()), [], []
     for rank in range(ranks):
-        settings = Settings(list(argv), str(tmp_path), "", rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
+        settings = Settings(list(argv), str(tmp_path), rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
         mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         env = (
             environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         )
-        command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
+        command = [sys.executable, "-m", "labs.doctor.script_process", str(settings.save())]
         started.append(
             subprocess.Popen(
                 command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
             )
         )
-        paths.append(settings.facts_path)
+        paths.append(settings.profile_path)
     try:
         said = [process.communicate(timeout=250)[1] for process in started]
     finally:
@@ -46,7 +46,7 @@ def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
 
 def ms(facts, mode):
     """Median of a mode's turns."""
-    return 1e3 * statistics.median(turn[0] for turn in facts.turns_s[mode] if turn)
+    return 1e3 * statistics.median(turn[0] for turn in facts.interleaved_s[mode] if turn)
 
 
 def test_a_straggler_is_seen_where_ranks_are_alone(tmp_path, straggler=1):
@@ -61,26 +61,28 @@ def test_exposed_exchange_is_gone_and_comes_back(tmp_path):
     """Also where the script itself calls no_sync(), which puts back what it reads."""
     facts = run(tmp_path, SCRIPT, "--exchange", "0.1", "--accumulate", "3", modes=("no exchange",))
     for f in facts:
-        gained = [a[0] - b[0] for a, b in zip(f.turns_s[AS_IS], f.turns_s["no exchange"], strict=True)]
+        gained = [a[0] - b[0] for a, b in zip(f.interleaved_s[AS_IS], f.interleaved_s["no exchange"], strict=True)]
         assert statistics.median(gained) > 0.08
-        assert min(turn[0] for turn in f.turns_s[AS_IS]) > 0.1  # after no exchange there is one
+        assert min(turn[0] for turn in f.interleaved_s[AS_IS]) > 0.1  # after no exchange there is one
 
 
 def test_no_search_where_all_is_used_and_none_where_it_is_needed(tmp_path):
     modes = ("no search for unused parameters",)
     for f in run(tmp_path, SCRIPT, "--search", modes=modes):
-        assert modes[0] in f.turns_s
+        assert modes[0] in f.interleaved_s
     (tmp_path / "more").mkdir()
     for f in run(tmp_path / "more", SCRIPT, "--search", "--unused", "1", modes=modes):
-        assert set(f.turns_s) <= {AS_IS} and "not used" in f.not_tried[modes[0]]  # one rank's reason counts for all
+        assert (
+            set(f.interleaved_s) <= {AS_IS} and "not used" in f.not_tried[modes[0]]
+        )  # one rank's reason counts for all
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in RECIPES.glob("train_*.py")))
 def test_recipes_run_with_all_counterfactuals(tmp_path, recipe):
     few = ("--cpu", "--steps", "100000", "--batch-size", "32")
     facts = run(tmp_path, str(RECIPES / f"{recipe}.py"), *few, seconds=30, ranks=1 if recipe == "train_single" else 2)
-    assert all(f.turns_s[AS_IS] and "same batch again" in f.turns_s for f in facts), facts[0].not_tried
-    assert facts[0].turns_s.keys() == facts[-1].turns_s.keys()
+    assert all(f.interleaved_s[AS_IS] and "same batch again" in f.interleaved_s for f in facts), facts[0].not_tried
+    assert facts[0].interleaved_s.keys() == facts[-1].interleaved_s.keys()
 
 
 OWN_RANK = f"""
@@ -97,7 +99,7 @@ def test_a_script_that_starts_its_other_rank_itself_is_looked_at_as_it_is(tmp_pa
     """As Lightning does without torchrun: that rank is not looked at, and would not take part in counterfactuals."""
     (tmp_path / "train.py").write_text(OWN_RANK)
     env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    doctor = [sys.executable, "-m", "labs.doctor", "--steps", "6", "--seconds", "6", "train.py"]
+    doctor = [sys.executable, "-m", "labs.doctor", "--all", "--steps", "6", "--seconds", "6", "train.py"]
     said = subprocess.run(doctor, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=250).stdout
     told = " ".join(said.split())
     assert told.startswith("No verdict: torch.distributed joins 2 ranks") and "torchrun (-m labs.doctor" in told
@@ -116,7 +118,9 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 def test_ranks_that_no_torchrun_has_started(tmp_path, by_srun):
     """Each within a shell of its own, as of `srun bash -c`; the script itself says which rank it is."""
     (tmp_path / "train.py").write_text(BY_HAND)
-    doctor = f"{sys.executable} -m labs.doctor --steps 6 --seconds 6 --only 'no exchange' --out out train.py; true"
+    doctor = (
+        f"{sys.executable} -m labs.doctor --all --steps 6 --seconds 6 --only 'no exchange' --out out train.py; true"
+    )
     port, started = str(free_port()), []
     for rank in ("0", "1"):
         env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MY_RANK": rank, "OMP_NUM_THREADS": "1"}

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import chromium
 import pytest
-from doctor_facts import STARVED, STEP_S, made
+from doctor_profiles import STARVED, STEP_S, made
 
 from labs.doctor import report
-from labs.doctor.facts import Line
+from labs.doctor.profile import Line
 from labs.kit.errors import BadInput
 
 EVIL = 'print(f"<script>alert(1)</script> & {loss!r}") # {{ 7 * 7 }} \u2028 ]]>'
@@ -25,36 +25,49 @@ def sick(**more):
         code=EVIL,
         why=f"Because {EVIL}.",
         notebook="01",
-        section="1",
-        certainty="costs",
-        source="https://example.org",
-        cure=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n",
+        certainty="at risk",
+        fix=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n",
     )
     noted = Line("print", "print", "/x/train.py", 3, EVIL, 1.0, 5.0)
-    modes = {"same batch again": STEP_S / 2, "no printing": 0.9 * STEP_S, "half precision": STEP_S}
+    modes = {"same batch again": STEP_S / 2, "no anomaly detection": 0.9 * STEP_S, "half precision": STEP_S}
     facts = made(STARVED, modes, lines=[noted], not_tried={"compiled": "<b>no compiler</b>"}, **more)
     return report.make([facts], [hit])
 
 
-def test_the_page_says_first_what_holds_it_back_most_and_fits_a_terminal():
-    lines = report.page(sick()).splitlines()
-    assert lines[0].startswith("Each step waits 25.") and "at most 2.0" in " ".join(lines[:2])
-    assert len(lines) <= 60 and max(map(len, lines)) <= report.COLUMNS
-    text = "\n".join(lines)
-    for words in (
-        "half precision: no difference that this run can show",
-        "not tried: compiled",
-        "num_workers=2",
-        "+pass",
-    ):
-        assert words in text
+def test_the_page_says_the_largest_problem_first_and_fits_a_terminal():
+    found = sick()
+    lines = report.page(found).splitlines()
+    assert lines[0].startswith("SLOW: each step waits 25.") and "Estimated gain 2.0" in " ".join(lines[:2])
+    assert len(lines) <= 40 and max(map(len, lines)) <= report.COLUMNS
+    assert not [word for word in ("at most", "holds", "cure", "patient") if word in "\n".join(lines).lower()]
     waits = next(line for line in lines if "waiting for data" in line)
     assert "50 %" in waits and waits.count("#") == 25
+    rest = "\n".join(report.page(found, everything=True).splitlines())
+    assert "half precision: no difference that this run can show" in rest and "not tried: compiled" in rest
+    assert "not tried: compiled" not in "\n".join(lines)
+
+
+def test_four_problems_are_shown_and_the_others_counted():
+    modes = dict.fromkeys(("no anomaly detection", "single precision"), STEP_S / 1.3)
+    modes |= dict.fromkeys(("no buffer broadcast", "no search for unused parameters"), STEP_S / 1.4)
+    found = report.make([made(STARVED, modes | {"same batch again": STEP_S / 2})])
+    assert len(found.problems) == 5
+    page = report.page(found)
+    assert "4. slow" in page and "5. slow" not in page and "1 more: --all" in page
+    assert "MORE FINDINGS" in report.page(found, everything=True)
+
+
+def test_a_healthy_script_is_told_so_in_one_line():
+    modes = {"same batch again": STEP_S, "half precision": STEP_S / 1.5}
+    first, second, *_ = report.page(report.make([made(modes=modes)])).splitlines()[:2]
+    assert first.startswith("train.py: no wrong result and no bottleneck was found in these steps. Small gains and")
+    assert second.endswith("half_precision.")
+    assert "No fix was tried" in report.headline(report.make([made()]))
 
 
 @pytest.mark.parametrize(("told", "joined", "sees_all"), [(1, [1, 2], False), (4, [0, 1], False), (2, [0, 2], True)])
 def test_there_is_no_verdict_on_ranks_that_the_doctor_does_not_see(told, joined, sees_all, tmp_path):
-    facts = [made(modes={"no printing": STEP_S}, rank=rank, ranks=told) for rank in range(told)]
+    facts = [made(modes={"same batch again": STEP_S}, rank=rank, ranks=told) for rank in range(told)]
     for f in facts:
         f.training["group"] = joined
     assert report.page(report.make(facts)).startswith("No verdict") != sees_all
@@ -102,8 +115,8 @@ def _damaged():
         return change
 
     yield "not JSON", "{"
-    yield "field 'facts'", at("facts", 0, "step_s", value=["x"])
-    yield "field 'findings'", at("findings", 0, "bound", value={"value": "x", "low": 1, "high": 2, "n": 8})
+    yield "field 'profiles'", at("profiles", 0, "step_s", value=["x"])
+    yield "field 'findings'", at("findings", 0, "gain", value={"value": "x", "low": 1, "high": 2, "n": 8})
     yield "field 'unknown'", lambda row: row.pop("unknown")
 
 

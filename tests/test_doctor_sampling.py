@@ -6,9 +6,9 @@ import sys
 import pytest
 from processes import new_environment
 
-from labs.doctor import bounds, facts
-from labs.doctor.diagnosis import diagnose, own_lines_s
-from labs.doctor.patient import Settings
+from labs.doctor import estimated_gain, profile
+from labs.doctor.findings import find, own_lines_s
+from labs.doctor.script_process import Settings
 
 pytestmark = pytest.mark.timeout(250)
 SCRIPT = """
@@ -61,18 +61,18 @@ while True:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """Facts of 42 steps, without a counterfactual."""
+    """Profile of 42 steps, without a counterfactual."""
     return look(tmp_path_factory.mktemp("patient"), SCRIPT)
 
 
 def look(folder, text):
     script = folder / "train.py"
     script.write_text(text)
-    settings = Settings([str(script)], str(folder), "", steps=42, seconds=1.0, modes=())
-    command = [sys.executable, "-m", "labs.doctor.patient", str(settings.save())]
+    settings = Settings([str(script)], str(folder), steps=42, seconds=1.0, modes=())
+    command = [sys.executable, "-m", "labs.doctor.script_process", str(settings.save())]
     done = subprocess.run(command, env=new_environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return facts.load(settings.facts_path)
+    return profile.load(settings.profile_path)
 
 
 @pytest.mark.long
@@ -83,8 +83,8 @@ def test_the_line_that_takes_most_of_the_scripts_own_time_is_named_and_the_loss_
     own, without_loss = own_lines_s(seen)
     assert without_loss and min(own) >= 0.02  # a sleep takes no less
     assert sum(own) < sum(seen.step_s) - 0.7 * 0.01 * len(own)  # most of the loss's 10 ms is out
-    found = diagnose([seen])[0]
-    assert found.name == "own_code" and found.where.endswith("  time.sleep(0.02)") and found.bound.low > 1.5
+    found = find([seen])[0]
+    assert found.name == "own_code" and found.where.endswith("  time.sleep(0.02)") and found.gain.low > 1.5
 
 
 @pytest.mark.long
@@ -93,12 +93,12 @@ def test_a_frozen_model_is_no_line_of_the_scripts_own(tmp_path):
     [line] = [line for line in seen.lines if line.kind in ("model", "prepare")]
     assert (line.kind, line.code) == ("model", "time.sleep(0.01)")
     assert sum(own_lines_s(seen)[0]) < 0.5 * sum(seen.spans_s["prepare"])
-    assert "own_code" not in {f.name for f in diagnose([seen])}
+    assert "own_code" not in {f.name for f in find([seen])}
 
 
 def test_memory_is_noted_after_each_step(seen):
     series = seen.memory["each_step"]
     assert len(series) == len(seen.step_s) == 42
-    grows = bounds.growth(series, "B")
+    grows = estimated_gain.growth(series, "B")
     assert 0.9e6 < grows.low <= grows.value < 1.5e6
-    assert any(f.name == "growing" for f in diagnose([seen])) and seen.memory["free"] > 0
+    assert any(f.name == "growing" for f in find([seen])) and seen.memory["free"] > 0

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from doctor_facts import STARVED, STEP_S, made
-from doctor_patients import classifier, forever, look_at
+from doctor_profiles import STARVED, STEP_S, made
+from doctor_training import classifier, forever, look_at
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from labs.doctor.diagnosis import diagnose
+from labs.doctor.findings import find
 
 
 def within(module, function):
@@ -51,4 +51,4 @@ def test_a_batch_samplers_size_is_the_batch_and_a_list_of_batches_has_none():
     facts = look_at(lambda: training(rows(batch_sampler=listed)), [], steps=1)
     assert facts.loader.batch_size is None
     starved = made(STARVED, {"same batch again": STEP_S / 2}, loader=facts.loader)
-    assert "(batches by a sampler, no worker)" in diagnose([starved])[0].what
+    assert "(batches by a sampler, no worker)" in find([starved])[0].what

@@ -16,9 +16,9 @@ from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance, load
 
 
-def finding(name: str, kind: str = "holds back", **more) -> dict:
+def finding(name: str, kind: str = "slow", **more) -> dict:
     """As in a report."""
-    return {"name": name, "kind": kind, "bound": None, "by": "", "certainty": "", **more}
+    return {"name": name, "kind": kind, "gain": None, "by": "", **more}
 
 
 def visit(name: str, n: int, *findings: dict) -> list[Record]:
@@ -33,17 +33,22 @@ def bound(low: float, value: float, high: float) -> dict:
 
 def made() -> Records:
     """Three sick patients, two healthy ones, two visits each."""
-    option, look = finding("compile", "option"), finding("no-workers", "reading", certainty="look at it")
+    option, look = finding("compile", "option"), finding("recompiles", "not priced", by="from the step's parts")
     rows = [
-        *visit("slow_loader", 0, finding("slow_loader", bound=bound(2, 2.1, 2.2)), option),
-        *visit("slow_loader", 1, finding("own_code"), option, finding("slow_loader", bound=bound(2, 2.3, 2.4))),
-        *visit("threads", 0, finding("validation"), finding("own_code"), finding("threads", bound=bound(1, 1.1, 1.2))),
+        *visit("slow_loader", 0, finding("slow_loader", gain=bound(2, 2.1, 2.2)), option),
+        *visit("slow_loader", 1, finding("own_code"), option, finding("slow_loader", gain=bound(2, 2.3, 2.4))),
+        *visit("threads", 0, finding("validation"), finding("own_code"), finding("threads", gain=bound(1, 1.1, 1.2))),
         *visit("threads", 1),
-        *visit("no_set_epoch", 0, finding("validation"), finding("set-epoch-missing", "reading", certainty="wrong")),
-        *visit("no_set_epoch", 1, look, look, finding("no-grad-missing", "reading")),
+        *visit(
+            "no_set_epoch",
+            0,
+            finding("validation"),
+            finding("set-epoch-missing", "wrong result", by=trial.READ),
+        ),
+        *visit("no_set_epoch", 1, look, look, finding("save-not-atomic", "at risk", by=trial.READ)),
         *visit("images", 0, option, look),
         *visit("images", 1, finding("exchange"), option),
-        *visit("train_ddp", 0, finding("loss-kept", "reading", certainty="wrong")),
+        *visit("train_ddp", 0, finding("zero-grad-missing", "wrong result", by=trial.READ)),
         *visit("train_ddp", 1),
         trial._record("gain", "x", [2.0, 2.1, 2.2, 2.1, 2.0, 2.1, 2.2], patient="slow_loader", factor=1.0),
         trial._record("gain", "x", [3.0, 3.1, 3.2, 3.1, 3.0, 3.1, 3.2], patient="threads", factor=1.0),
@@ -68,7 +73,7 @@ def test_who_is_healthy_is_accused_by_what_holds_back_or_is_wrong_alone():
     assert accused == {
         ("images", 0): [],
         ("images", 1): ["exchange"],
-        ("train_ddp", 0): ["loss-kept"],
+        ("train_ddp", 0): ["zero-grad-missing"],
         ("train_ddp", 1): [],
     }
 

@@ -85,7 +85,7 @@ def test_every_setting_can_be_drawn_and_read(name, data):
     [
         ({"params": 7e9, "gpus": 8, "card": "A100 80GB SXM"}, "Fastest that fits: FSDP2"),
         ({"params": 1e8, "gpus": 1, "card": "H100 SXM", "batch": 8}, "Fastest that fits: one GPU"),
-        ({"params": 7e10, "gpus": 1, "card": "T4"}, "No plan keeps 10 % of the memory free"),
+        ({"params": 7e10, "gpus": 1, "card": "T4"}, "No plan keeps 10% of the memory free"),
     ],
 )
 def test_a_split_is_the_advice_of_labs_strategy(values, words):

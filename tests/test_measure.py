@@ -29,7 +29,6 @@ from labs.kit.measure import (
     require_budget,
     rounds_of,
     steady_from,
-    unpaired_ratio,
     warm_up,
 )
 
@@ -96,27 +95,6 @@ def test_a_mean_has_the_interval_of_students_t():
     assert (one.low, one.value, one.high) == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="at least one"):
         measure.mean([])
-
-
-def test_two_samples_that_took_no_turns_differ_although_their_intervals_meet():
-    """Errors of two independent samples are seldom at their worst together; and the interval is no narrower than so."""
-    a, b = Estimate(1.2, 1.08, 1.32, 9, "s"), Estimate(1.0, 0.9, 1.09, 7, "s")
-    found = unpaired_ratio(a, b)
-    assert found.low > 1 and found.value == pytest.approx(1.2) and (found.n, found.unit) == (7, "x")
-    assert a.low / b.high < found.low < a.low / b.value and a.high / b.value < found.high < a.high / b.low
-    inverted = unpaired_ratio(b, a)
-    assert (1 / inverted.high, 1 / inverted.low) == pytest.approx((found.low, found.high))
-    with pytest.raises(ValueError, match="positive"):
-        unpaired_ratio(a, Estimate(0.1, -0.1, 0.3, 9))
-
-
-def test_an_unpaired_ratio_holds_the_true_one_in_19_of_20_cases():
-    draw, hits, n = random.Random(0), 0, 300
-    for _ in range(n):
-        a, b = ([draw.lognormvariate(mu, 0.2) for _ in range(9)] for mu in (math.log(2), 0.0))
-        found = unpaired_ratio(estimate(a, resamples=999), estimate(b, resamples=999))
-        hits += found.low <= 2 <= found.high
-    assert hits >= 0.93 * n, hits
 
 
 def test_estimates_are_medians_with_an_interval_and_the_same_every_time():

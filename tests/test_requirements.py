@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fakes import FakeNvml, card
 from test_machine_checks import BUILD, facts, one, trouble
 
 from labs import start
-from labs.doctor import state
 from labs.kit import requirements
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +67,9 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
 COMMANDS = ("labs.doctor.__main__", "labs.watch.__main__")
-LATER = "doctor.report doctor.compare doctor.patient doctor.counterfactuals doctor.supervisor watch.watchdog".split()
+LATER = (
+    "doctor.report doctor.compare doctor.script_process doctor.counterfactuals doctor.supervisor watch.watchdog".split()
+)
 
 
 def test_the_commands_need_four_packages():
@@ -104,19 +104,6 @@ def test_a_command_names_itself_and_finds_a_module_in_the_users_folder(name, tmp
     (here / "labs.py").touch()
     refused = run("-m", "pkg.train")
     assert refused.returncode == 2 and f"{here}/labs.py has the name" in refused.stderr
-
-
-def test_without_nvidia_ml_py_the_page_says_what_is_missing(monkeypatch):
-    def missing(device):
-        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
-
-    monkeypatch.setattr(state, "LOOK_S", 0.0)
-    hooks = SimpleNamespace(
-        undisturbed=True, device=None, torch=SimpleNamespace(cuda=SimpleNamespace(utilization=missing))
-    )
-    found = SimpleNamespace(unseen=[])
-    state.GpuLooks(hooks, found).run()
-    assert found.unseen == [state.NO_NVML] and "pip install nvidia-ml-py" in state.NO_NVML
 
 
 # -- two T4, as on Kaggle

@@ -1,1 +1,1 @@
-"""What holds your training back, and what would each cure give at most?"""
+"""Does a training script compute what it seems to, and what makes it slow?"""

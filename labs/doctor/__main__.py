@@ -1,30 +1,30 @@
-"""What holds your training back, and what would each cure give at most?
+"""Does a training script compute what it seems to, and what makes it slow? Runs it unchanged for some steps.
 
     python -m labs.doctor train.py --lr 0.1                     # options of labs.doctor come before the script
-    python -m labs.doctor --steps 50 --patience 3600 train.py   # a first step that takes more than a quarter of an hour
+    python -m labs.doctor --steps 50 --timeout 3600 train.py    # a first step that takes more than a quarter of an hour
     torchrun --nproc-per-node 2 -m labs.doctor train.py         # or: srun --ntasks 2 python -m labs.doctor train.py
-    python -m labs.doctor --compare doctor-report/report.json train.py      # after the cure
+    python -m labs.doctor --compare doctor-report/report.json train.py      # after a fix
     python -m labs.doctor -m my_package.train --lr 0.1          # what `python -m my_package.train --lr 0.1` runs
 
-Your script runs unchanged, as `python train.py` would run it, for some steps to warm up, --steps as they are, and for
---seconds in turn with counterfactuals: the same step without waiting for data, without exchange, and so on. Then it
-is ended. A step is a call of the `step` of an optimizer of torch. Model, optimizer and random state are put back after
-each counterfactual. It finds its files, and what it has written in this run; it sees a TMPDIR of its own, and no
-terminal. What it writes goes to a scratch folder that is removed, unless you --let-it-write, but caches are written
-where they belong: what is below ~/.cache, ~/.triton, HF_HOME, TORCH_HOME, TORCH_EXTENSIONS_DIR, and below a folder that
-a variable with CACHE in its name names. What cannot be sent to the scratch folder (programs that the script starts,
-libraries in C) is told in the report.
+It takes some steps to warm up, --steps as they are, and for --seconds it tries fixes: steps with one thing otherwise
+(without waiting for data, without exchange, ...) in turn with steps as they are. Model, optimizer and random state are
+put back after each. Then the script is ended. A step is a call of the `step` of an optimizer of torch.
 
-A loop of transformers' Trainer, of Lightning or of Accelerate is looked at as any other, and cures name its own options
-as well. Ranks that it starts itself, as Lightning does without torchrun, are not seen: then the first rank is looked
-at as it is, without counterfactuals.
+The page names wrong results first, then what is slow: the largest problem, three more, and where a step's time goes.
+--all prints the rest, which is also in report.html and report.json below --out. Exit code: 0, 1 if no step could be
+measured (the page says why), 2 for bad input.
 
-Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
-page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file
-but in caches.
+The doctor writes nothing but its report. Your script writes its own files, logs and checkpoints; with --copy it runs in
+a copy of the folder that you start it in, which is removed. It has a TMPDIR of its own and no terminal. Ctrl-C ends it
+and reports what is known. No process is left.
 
-Under torchrun, srun or mpirun one rank of each machine tells of all ranks on it, further machines into --out with
-their number.
+Loops of transformers' Trainer, Lightning and Accelerate are measured as any other, and fixes name their options. Ranks
+that a script starts itself (mp.spawn) are not seen: start them by torchrun, srun or mpirun. One rank of each machine
+reports on all ranks there.
+
+Not detected: whether the data, the labels, the loss or the model are the right ones; faults that appear later than the
+steps that are measured, or only with more ranks; slow kernels (python -m labs.profile_step); what code within
+torch.compile does; optimizers that are not of torch.optim. docs/DOCTOR.md has the list.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor import rules, supervisor
-from labs.doctor.facts import Facts
-from labs.doctor.hits import Hit
-from labs.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST
+from labs.doctor import static_rules, supervisor
+from labs.doctor.profile import Profile
+from labs.doctor.static_rules import Match
+from labs.doctor.step_timeout import FIRST_S, LEAST_S, TIMES_LONGEST
 from labs.doctor.supervisor import Order
 from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail
@@ -52,9 +52,7 @@ from labs.kit.place import Place
 
 PROG = as_main.typed("train-doctor", "labs.doctor")
 MOST_STEPS = 10_000
-NO_TERMINAL = os.strerror(errno.ENOTTY)
-NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
-"""In the errors of inductor and of Triton."""
+MOST_COPIED = 1 << 30  # Bytes
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ class Wanted:
     order: Order
     out: Path
     compare: Path | None
+    everything: bool = False
 
 
 def options(args: list[str]) -> Wanted:
@@ -77,41 +76,42 @@ def options(args: list[str]) -> Wanted:
     )
     parser.error = _refuse
     add = parser.add_argument
-    add("--steps", type=int, default=30, help="that are looked at as they are (default 30)")
-    add("--seconds", type=float, default=40.0, help="for counterfactuals, on top (default 40; 0: none)")
+    add("--steps", type=int, default=30, help="that are measured as they are (default 30)")
+    add("--seconds", type=float, default=40.0, help="for trying fixes, on top (default 40; 0: none)")
     add(
-        "--patience",
+        "--timeout",
         type=float,
         help=f"seconds without a step, then it is ended (default: {FIRST_S:g} for the first "
         f"step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least)",
     )
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
-    add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
-    add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
+    add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before a fix")
+    add("--copy", action="store_true", help="run a copy of this folder: what the script writes below it is removed")
+    add("--all", action="store_true", help="print all findings, and what is fine or not known")
     add("--show-output", action="store_true", help="print what the script prints")
     add(
         "--only",
         action="append",
         metavar="NAME",
-        help="try this counterfactual alone; may be repeated. A wrong name lists them",
+        help="try this alone; may be repeated. A wrong name lists what there is",
     )
-    add("--without", action="append", metavar="NAME", help="do not try this one; may be repeated")
+    add("--without", action="append", metavar="NAME", help="don't try this; may be repeated")
     given, argv, module = as_main.parse(parser, args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     require(0 <= given.seconds < float("inf"), f"--seconds must be a number from 0 on, not {given.seconds:g}")
     require(
-        given.patience is None or 1 <= given.patience < float("inf"),
-        f"--patience must be a number of seconds from 1 on, not {given.patience}",
+        given.timeout is None or 1 <= given.timeout < float("inf"),
+        f"--timeout must be a number of seconds from 1 on, not {given.timeout}",
     )
     _check_script(Path(argv[0]))
     _check_out(given.out)
     if given.compare is not None:
         _check_report(given.compare)
+    if given.copy:
+        argv[0] = _script_below(Path.cwd(), argv[0])
     modes = () if given.seconds == 0 else _modes(given.only or [], given.without or [])
-    order = Order(
-        argv, given.steps, given.seconds, given.patience, modes, given.let_it_write, given.show_output, module
-    )
-    return Wanted(order, given.out.absolute(), given.compare)
+    order = Order(argv, given.steps, given.seconds, given.timeout, modes, given.copy, given.show_output, module)
+    return Wanted(order, given.out.absolute(), given.compare, given.all)
 
 
 def _check_script(script: Path) -> None:
@@ -122,6 +122,20 @@ def _check_script(script: Path) -> None:
             pass
     except OSError as e:
         raise BadInput(f"cannot read {script} ({e.strerror})") from None
+
+
+def _script_below(folder: Path, script: str) -> str:
+    """As a relative path, which leads to the script in a copy of the folder as well."""
+    path = os.path.relpath(script, folder)
+    require(not path.startswith(".."), f"--copy copies {folder}, and {script} is not in it: start it in a folder above")
+    bytes_ = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in supervisor.NOT_COPIED]
+        bytes_ += sum(os.lstat(os.path.join(place, name)).st_size for name in files)
+        require(
+            bytes_ <= MOST_COPIED, f"--copy: {folder} holds more than {MOST_COPIED >> 30} GB: start it in a smaller one"
+        )
+    return path
 
 
 def _check_out(out: Path) -> None:
@@ -147,7 +161,7 @@ def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...] | Non
     for name in (*only, *without):
         require(
             name in MODES,
-            f"there is no counterfactual {name!r}: {did_you_mean(name, MODES)}there are {', '.join(MODES)}",
+            f"nothing is tried by the name {name!r}: {did_you_mean(name, MODES)}there are {', '.join(MODES)}",
         )
     wanted = only or [name for name, mode in MODES.items() if not mode.on_request]
     return tuple(name for name in MODES if name in wanted and name not in without)
@@ -162,13 +176,15 @@ def _refuse(message: str) -> typing.NoReturn:
     fail(PROG, message)
 
 
-def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> None:
+def print_report(profiles: list[Profile], wanted: Wanted, machine: int, matches: list[Match]) -> None:
     """Print the page, and write the report."""
     from labs.doctor import report
 
-    found = report.make(facts, hits)
+    found = report.make(profiles, matches)
     out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
-    if len(facts) == 1 and (rank := report.group_of(facts[0])[0]) != facts[0].rank:  # nobody has told it which it is
+    if (
+        len(profiles) == 1 and (rank := report.group_of(profiles[0])[0]) != profiles[0].rank
+    ):  # nobody has told it which it is
         out = wanted.out.with_name(f"{wanted.out.name}-rank-{rank}")
     compared = "" if wanted.compare is None else _compared(wanted.compare, found)
     paths, failed = (), ""
@@ -177,8 +193,8 @@ def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> N
     except OSError as e:
         failed = f"could not write to {out} ({e.strerror}): the page above is all there is"
     with closed_pipe_is_no_error():
-        print(report.page(found), end="")
-        for line in last_words(facts, wanted.order):
+        print(report.page(found, wanted.everything), end="")
+        for line in last_words(profiles):
             print(line)
         if compared:
             print(compared)
@@ -197,52 +213,30 @@ def _compared(before: Path, after: typing.Any) -> str:
         return f"\nnot compared: {e}"
 
 
-def last_words(facts: list[Facts], order: Order) -> list[str]:
+def last_words(profiles: list[Profile]) -> list[str]:
     """What a script that did not come to its end had printed, and what may have been our own fault."""
     lines = []
-    for f in facts:
+    for f in profiles:
         if f.output and f.ended in ("error", "exit", "killed", "silent", "stopped"):
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
-    failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
-    if wants := next(filter(None, map(_what_is_missing, failed)), ""):
-        lines += ["", wants]
-    elif failed and not order.let_it_write:
-        lines += [
-            "",
-            "Does it run without the doctor, but not here? It sees no terminal, and what it writes goes to a",
-            "scratch folder, which libraries in C and programs that it starts do not know: try --let-it-write.",
-        ]
+    if any(f.error.startswith("EOFError") or os.strerror(errno.ENOTTY) in f.error for f in profiles):
+        lines += ["", "It has no terminal and no keyboard here: echo ANSWER | " + PROG + " ..."]
     return lines
 
 
-def _what_is_missing(failed: Facts) -> str:
-    """What a script needed that is not here, and what helps; "" if it failed for another reason.
-
-    It gets no terminal, not even the user's: what it prints is not shown there, and would wait for answers that nobody
-    gives.
-    """
-    if failed.error.startswith("EOFError: EOF when reading a line"):
-        return f"It asks for input, and sees no keyboard here: echo ANSWER | {PROG} ..."
-    if NO_TERMINAL in failed.error or any(line.startswith("stty: ") for line in failed.output):
-        return (
-            "It needs a terminal, and sees none here, nor in a batch job: shutil.get_terminal_size() does without one."
-        )
-    if any(said in failed.error for said in NO_COMPILER):
-        return "torch.compile needs a C++ compiler, and finds none: install one, as g++, or train without compile."
-    return ""
-
-
 def main() -> None:
-    """Check, run the script, tell."""
+    """Check, run the script, report."""
     try:
         wanted, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
         # Before the run: what goes wrong in it costs no measurement, and the script is as the run will find it
-        hits = [] if place.local_rank else rules.check(Path(wanted.order.argv[0]))
-        facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine, hits))
+        matches = [] if place.local_rank else static_rules.check(Path(wanted.order.argv[0]))
+        profiles = supervisor.examine(
+            wanted.order, place, lambda found: print_report(found, wanted, place.machine, matches)
+        )
     except BadInput as e:
         _refuse(str(e))
-    sys.exit(0 if any(f.step_s for f in facts) else 1)
+    sys.exit(0 if any(f.step_s for f in profiles) else 1)
 
 
 if __name__ == "__main__":

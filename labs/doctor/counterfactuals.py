@@ -1,12 +1,7 @@
-"""What a step would take if one thing were otherwise: each is an upper bound of what a cure of that thing gives.
-
-A bound, since a step without that thing may run into the next one: half the arithmetic waits for the same data.
-"""
+"""What a step would take if one thing were otherwise: that estimates what a fix of it gives."""
 
 from __future__ import annotations
 
-import os
-import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -14,25 +9,23 @@ from unittest import mock
 
 import psutil
 
-from labs.doctor.facts import Facts, Gone, share_of_steps
 from labs.doctor.hooks import Hooks, length
-from labs.doctor.kept import free_on_host
-from labs.doctor.loader_alone import MoreWorkers, PinnedMemory
-from labs.doctor.turns import Mode, Trial
+from labs.doctor.profile import Gone, Profile
+from labs.doctor.schedule import Mode, Trial
+from labs.doctor.snapshot import free_on_host
+from labs.doctor.trials import OtherLoaders, PinnedMemory
 from labs.kit import _compat, host
 
-FEW_PARAMETERS = 8
-"""An optimizer of fewer tensors has no loop to speak of."""
+FEW_PARAMETERS = 8  # An optimizer of fewer tensors has no loop to speak of
 
 
-LAYER_S = 1e-4
 """What Python and torch take to call a layer, forward, backward and in the optimizer, whatever its size: about."""
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "step")
 """Calls that are noted; the last one is that of a pipeline's schedule."""
 
 
 class Counterfactual:
-    """What most of them have in common (turns.Mode)."""
+    """What most of them have in common (schedule.Mode)."""
 
     name = ""
     settle = 0
@@ -40,20 +33,6 @@ class Counterfactual:
     needs_restore = True
     risky = False
     on_request = False
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        """Share of a step."""
-        return 0.1
-
-
-def share(facts: Facts, *kinds: str) -> float:
-    """Of the steps as they are, on average."""
-    whole = sum(facts.step_s)
-    return sum(sum(facts.spans_s.get(kind, ())) for kind in kinds) / whole if whole else 0.0
-
-
-COMPUTED = ("prepare", "forward", "backward", "rest")
-"""Where a model's own work is; before and after it, of one whose calls cannot be seen."""
 
 
 # Nothing is computed otherwise
@@ -64,11 +43,8 @@ class SameBatch(Counterfactual):
 
     name, settle = "same batch again", 1  # a batch that the script wrote into is fetched once more
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         return "" if hooks.loader is not None else "its data comes from no DataLoader"
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "data")
 
     def enter(self, hooks: Hooks) -> None:
         hooks.same_batch = True
@@ -85,14 +61,11 @@ class NoWaitingLine(Counterfactual):
 
     name = "no waiting line"
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if facts.device == "cpu":
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if profile.device == "cpu":
             return "only what is on a GPU is waited for"
-        waits = any(line.kind == "synchronise" for line in facts.lines)
+        waits = any(line.kind == "synchronise" for line in profile.lines)
         return "" if waits else Gone("no line of the script waits for a value of the device")
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "synchronise")
 
     def enter(self, hooks: Hooks) -> None:
         hooks.known_values = True
@@ -101,80 +74,13 @@ class NoWaitingLine(Counterfactual):
         hooks.known_values = False
 
 
-class NoPrinting(Counterfactual):
-    """`print` does nothing."""
-
-    name, kind, needs_restore = "no printing", "print", False
-
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        return _not_in_each_step(facts, self.kind)
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, self.kind)
-
-    def enter(self, hooks: Hooks) -> None:
-        hooks.muted[self.kind] = lambda *args, **kwargs: None
-
-    def leave(self, hooks: Hooks) -> None:
-        del hooks.muted[self.kind]
-
-
-class NoSaving(NoPrinting):
-    """`torch.save` leaves an empty file where there is none, for scripts that give it its name then (os.replace).
-
-    Outside of a scratch folder it leaves none: it would end as the script's checkpoint. What was saved before stays.
-    """
-
-    name, kind, risky = "no saving", "save", True  # a script may read what it has saved
-
-    def enter(self, hooks: Hooks) -> None:
-        super().enter(hooks)
-        if hooks.in_scratch:
-            hooks.muted[self.kind] = _empty_file
-
-
-def _empty_file(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    """With the arguments of torch.save."""
-    if isinstance(f, str | os.PathLike) and not os.path.exists(f):
-        with open(f, "wb"):
-            pass
-
-
-class NoEvaluation(Counterfactual):
-    """A model that is called without gradients gives what it gave last, and so does its DataLoader."""
-
-    name, settle, risky = "no evaluation", 1, True  # what it gives must be known first
-
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        return _not_in_each_step(facts, "evaluation")
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "evaluation")
-
-    def enter(self, hooks: Hooks) -> None:
-        hooks.known_outputs = {}
-
-    def leave(self, hooks: Hooks) -> None:
-        hooks.known_outputs = None
-
-
-def _not_in_each_step(facts: Facts, kind: str) -> str:
-    share = share_of_steps(facts, kind)
-    if not share:
-        return Gone("there was none of it in these steps")
-    return "" if kind not in facts.rare else f"{share:.0%} of the steps have it: its mean is among the step's parts"
-
-
 class NoAnomalyDetection(Counterfactual):
     """Autograd does not look for NaN in each gradient."""
 
     name = "no anomaly detection"
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         return "" if hooks.anomaly else Gone("it is off")
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "backward")
 
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
@@ -191,27 +97,18 @@ class NoAnomalyDetection(Counterfactual):
 # Cores and ranks
 
 
-class Threads(Counterfactual):
+class FewerThreads(Counterfactual):
     """Each rank computes with its share of the cores."""
 
-    settle = 1
+    name, settle = "fewer threads", 1
 
-    def __init__(self, name: str, fewer: bool) -> None:
-        self.name, self.fewer = name, fewer
-
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if facts.device == "cuda":
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if profile.device == "cuda":
             return "the model is on a GPU"
-        if facts.training["compiled"]:
+        if profile.training["compiled"]:
             return "the model would be compiled anew"
-        have, share = hooks.torch.get_num_threads(), fair_threads(facts.local_ranks, self.fewer)
-        self.share = share
-        if self.fewer:
-            return "" if have > share else Gone(f"{have} of {share} possible threads are none too many")
-        return "" if have < share else Gone("each of its cores has a thread already")
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, *COMPUTED) if self.fewer else 0.1 * share(facts, *COMPUTED)
+        have, self.share = hooks.torch.get_num_threads(), fair_threads(profile.local_ranks)
+        return "" if have > self.share else Gone(f"{have} of {self.share} possible threads are none too many")
 
     def enter(self, hooks: Hooks) -> None:
         self.before = hooks.torch.get_num_threads()
@@ -221,11 +118,11 @@ class Threads(Counterfactual):
         hooks.torch.set_num_threads(self.before)
 
 
-def fair_threads(local_ranks: int, logical: bool = False) -> int:
-    """Physical (or logical) cores for each rank of this machine, of those that this process may use."""
+def fair_threads(local_ranks: int) -> int:
+    """Physical cores for each rank of this machine, of those that this process may use."""
     usable = host.core_count()
     physical = psutil.cpu_count(logical=False) or usable
-    return max(1, (usable if logical else min(usable, physical)) // local_ranks)
+    return max(1, min(usable, physical) // local_ranks)
 
 
 class NoExchange(Counterfactual):
@@ -236,17 +133,14 @@ class NoExchange(Counterfactual):
 
     name, settle = "no exchange", 1  # the first forward still broadcasts buffers
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         if any(_compat.reduces_in_python(m) or _compat.delays_all(m) for m in _ddp(hooks)):
             return "its gradients are exchanged by compiled code"
         if _ddp(hooks):
             return "" if hooks.torch.distributed.get_world_size() > 1 else "there is one rank"
-        if facts.training.get("fsdp"):
+        if profile.training.get("fsdp"):
             return "FSDP gathers parameters in forward and backward: without that there is nothing to compute with"
         return "there is no DistributedDataParallel"
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "backward")  # it tells what each rank needs for itself, too
 
     def enter(self, hooks: Hooks) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -267,12 +161,32 @@ class NoExchange(Counterfactual):
 NAME = "require_backward_grad_sync"
 
 
+class NoBufferBroadcast(Counterfactual):
+    """DDP sends no buffers (running means of BatchNorm) before a forward."""
+
+    name, settle = "no buffer broadcast", 1
+
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if not profile.training.get("buffers"):
+            return Gone("DDP sends no buffers" if _ddp(hooks) else "there is no DistributedDataParallel")
+        return "" if hooks.torch.distributed.get_world_size() > 1 else "there is one rank"
+
+    def enter(self, hooks: Hooks) -> None:
+        self.changed = [m for m in _ddp(hooks) if m.broadcast_buffers]
+        for ddp in self.changed:
+            ddp.broadcast_buffers = False
+
+    def leave(self, hooks: Hooks) -> None:
+        for ddp in self.changed:
+            ddp.broadcast_buffers = True
+
+
 class NoSearch(Counterfactual):
     """DDP takes for granted that all parameters are used. It then hangs or fails in a step where one is not."""
 
     name, settle, risky = "no search for unused parameters", 2, True  # two: buckets are built anew after the first
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         searching = [m for m in _ddp(hooks) if m.find_unused_parameters and not m.static_graph]
         if not searching:
             return Gone("DDP does not search" if _ddp(hooks) else "there is no DistributedDataParallel")
@@ -308,7 +222,7 @@ class FusedOptimizer(Counterfactual):
 
     name, settle, risky = "fused optimizer", 1, True
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         able = self._able(hooks)
         if any(o.defaults.get("fused") for o in hooks.optimizers.values()):
             return Gone("it is fused")
@@ -327,11 +241,8 @@ class FusedOptimizer(Counterfactual):
         optim = hooks.torch.optim
         return [o for o in hooks.optimizers.values() if type(o) in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)]
 
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return share(facts, "optimizer")
-
     def enter(self, hooks: Hooks) -> None:
-        # Groups and states are put back by Kept; where the fused kernels are on a GPU they count steps there
+        # Groups and states are put back by StateSnapshot; where the fused kernels are on a GPU they count steps there
         for optimizer in self._able(hooks):
             for group in optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
@@ -349,24 +260,21 @@ class HalfPrecision(Counterfactual):
 
     name, settle, risky = "half precision", 1, True
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if facts.training["autocast"]:
-            return Gone(f"it runs under autocast ({facts.training['autocast']})")
-        if not set(facts.training["dtypes"]) <= {"float32", "float64"}:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if profile.training["autocast"]:
+            return Gone(f"it runs under autocast ({profile.training['autocast']})")
+        if not set(profile.training["dtypes"]) <= {"float32", "float64"}:
             return "parameters are not all FP32 or FP64"
-        if "float32" not in facts.training["dtypes"]:
+        if "float32" not in profile.training["dtypes"]:
             return "autocast leaves FP64 as it is"
-        if facts.training["compiled"]:
+        if profile.training["compiled"]:
             return "the model would be compiled anew"
         if not hooks.called:
             return "no forward of a model was seen"
         if any(isinstance(o, hooks.torch.optim.LBFGS) for o in hooks.optimizers.values()):
             return "LBFGS ends a step as soon as the loss hardly changes: in 16 bits after more or fewer passes"
-        facts.training["half"] = str(self._dtype(hooks)).removeprefix("torch.")  # its cure names it
+        profile.training["half"] = str(self._dtype(hooks)).removeprefix("torch.")  # its cure names it
         return ""
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return (0.5 if facts.device != "cpu" else 0.1) * share(facts, *COMPUTED)  # few CPUs compute faster in 16 bits
 
     @staticmethod
     def _dtype(hooks: Hooks) -> Any:
@@ -390,18 +298,15 @@ class SinglePrecision(Counterfactual):
 
     name, settle, risky = "single precision", 1, True
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if "float64" not in facts.training["dtypes"]:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if "float64" not in profile.training["dtypes"]:
             return Gone("nothing is computed in FP64")
-        if facts.training["compiled"] or _ddp(hooks) or facts.training["fsdp"]:
+        if profile.training["compiled"] or _ddp(hooks) or profile.training["fsdp"]:
             return "buckets or compiled code are made for FP64"
         states = [v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values()]
         if any(isinstance(v, list | tuple | dict) for v in states):
             return "its optimizer keeps a history in FP64"
         return "" if hooks.called else "no forward of a model was seen"
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        return 0.5 * share(facts, *COMPUTED, "optimizer")
 
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
@@ -448,24 +353,19 @@ class LargerBatch(Counterfactual):
 
     name, settle, samples_factor, risky = "larger batch", 1, 2.0, True
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
         if hooks.loader is None:
             return "its data comes from no DataLoader"
-        if facts.training["compiled"]:
+        if profile.training["compiled"]:
             return "the model would be compiled anew"
-        if any(line.kind == "exchange" and line.what in POINT_TO_POINT for line in facts.lines):
+        if any(line.kind == "exchange" and line.what in POINT_TO_POINT for line in profile.lines):
             return "ranks send each other tensors of the shapes that they have now"
         batch = hooks.last_batch()
         try:
             twice(batch, hooks.torch)
         except TypeError as e:
             return f"its batches are not understood: {e}"
-        return "" if self._fits(hooks, facts.local_ranks) else "there is no memory for it"
-
-    def promise(self, hooks: Hooks, facts: Facts) -> float:
-        layers = {id(m) for root in hooks.roots.values() for m in root.modules() if not next(m.children(), None)}
-        fixed_s = LAYER_S * len(layers) * facts.micro_batches
-        return 0.5 * min(1.0, fixed_s / statistics.median(facts.step_s))
+        return "" if self._fits(hooks, profile.local_ranks) else "there is no memory for it"
 
     @staticmethod
     def _fits(hooks: Hooks, local_ranks: int) -> bool:
@@ -516,10 +416,10 @@ class Compiled(Counterfactual):
     def __init__(self) -> None:
         self.calls: dict[int, Callable] = {}
 
-    def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if facts.training["compiled"]:
+    def why_not(self, hooks: Hooks, profile: Profile) -> str:
+        if profile.training["compiled"]:
             return Gone("it is compiled")
-        if facts.training["data_parallel"] or facts.training["fsdp"]:
+        if profile.training["data_parallel"] or profile.training["fsdp"]:
             return "its model is wrapped: compile what is within"
         return "" if hooks.called else "no forward of a model was seen"
 
@@ -540,20 +440,17 @@ MODES: dict[str, Mode | Trial] = {
         SameBatch(),
         NoExchange(),
         NoWaitingLine(),
-        NoPrinting(),
-        NoSaving(),
-        Threads("fewer threads", fewer=True),
+        FewerThreads(),
+        NoBufferBroadcast(),
         NoAnomalyDetection(),
-        Threads("one thread per core", fewer=False),
-        NoEvaluation(),
         SinglePrecision(),
         HalfPrecision(),
         FusedOptimizer(),
         LargerBatch(),
         NoSearch(),
         Compiled(),
-        MoreWorkers(),
+        OtherLoaders(),
         PinnedMemory(),
     )
 }
-"""Harmless ones come first in any case; if the time is short, those with the least `promise` are left out."""
+"""In the order in which they are tried, harmless ones first. If the time is short, the last ones are left out."""

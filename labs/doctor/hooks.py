@@ -1,6 +1,6 @@
 """Where a training's step goes, without a change to it: calls of torch are replaced by ones that also take the time.
 
-Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (facts.KINDS);
+Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (profile.KINDS);
 what other threads do is not counted. A step ends with the `step` of the optimizer that was the first to step.
 
 What is replaced: DataLoader's `next`, the call of the outermost modules that hold the optimizer's parameters,
@@ -15,7 +15,6 @@ import builtins
 import functools
 import gc
 import inspect
-import itertools
 import linecache
 import math
 import os
@@ -32,44 +31,24 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from labs.doctor import trainers
-from labs.doctor.causes import PARTS
-from labs.doctor.facts import KINDS, Facts, Line, Loader
+from labs.doctor.bottlenecks import PARTS
+from labs.doctor.profile import KINDS, Line, Loader, Profile
+from labs.doctor.rows import by_batch_ms, whole
 from labs.kit import _compat
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 COPIES = ("to", "cuda")
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce",
-    "reduce_scatter",
-    "barrier",
-    "broadcast",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "batch_isend_irecv",
-    "all_gather_single",
-    "reduce_scatter_single",
-)
+COLLECTIVES = """all_reduce all_gather all_gather_into_tensor reduce reduce_scatter barrier broadcast
+reduce_scatter_tensor all_to_all all_to_all_single gather scatter send recv all_gather_object broadcast_object_list
+gather_object
+batch_isend_irecv all_gather_single reduce_scatter_single""".split()
 """Those that this torch has; FSDP calls the last two. Not isend and irecv: torch compares functions that it is given
 with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
-LOOKED_FOR = 6
-"""Steps after which no more is done to find out which modules the script calls."""
-GONE = 20
-"""Steps of other optimizers after which the one that ended a step is taken for gone."""
-ITERATIONS = 3
-"""From the start: in these it is found out which of several optimizers ends an iteration."""
+LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
+GONE = 20  # Steps of other optimizers after which the one that ended a step is taken for gone
+ITERATIONS = 3  # From the start: in these it is found out which of several optimizers ends an iteration
 HERE = os.path.dirname(os.path.realpath(__file__))
 LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 SCALER = os.path.join("amp", "grad_scaler.py")
@@ -125,41 +104,31 @@ class Hooks:
         """`folder`: of the script; only lines of files in it are noted."""
         self.folder, self.on_step = os.path.realpath(folder), on_step
         self.spans = Spans()
-        self.recording = False
-        """Whether lines and device times are noted."""
+        self.probes: Any = None  # Of labs.doctor.probes: they see each call of a model
+        self.recording = False  # Whether lines and device times are noted
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
-        self.backwards = 0
-        """Backward passes in this step."""
+        self.backwards = 0  # Backward passes in this step
         self.ddp: list[Any] = []
-        self.exchanges = 0
-        """Backward passes in which DDP exchanges gradients, while lines are noted."""
-        self.loader_starts = 0
-        """Iterations over a training's DataLoader that began in this step."""
-        self.anomaly = False
-        """Whether autograd's anomaly detection was on in a backward pass."""
-        self.unused_seen = False
-        """Whether a step did not use all parameters of `watch_unused`."""
+        self.exchanges = 0  # Backward passes in which DDP exchanges gradients, while lines are noted
+        self.loader_starts = 0  # Iterations over a training's DataLoader that began in this step
+        self.restarts = 0  # Of these, those that started its workers anew
+        self.anomaly = False  # Whether autograd's anomaly detection was on in a backward pass
+        self.unused_seen = False  # Whether a step did not use all parameters of `watch_unused`
         self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         """By id. A script may make a new one in each epoch."""
-        self.roots: dict[int, Any] = {}
-        """Outermost modules that hold parameters of an optimizer, by id."""
-        self.called: set[int] = set()
-        """Roots that were called with gradients."""
+        self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
+        self.called: set[int] = set()  # Roots that were called with gradients
         self.forwards: set[types.CodeType] = set()
         """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
-        self.compiled: set[int] = set()
-        """Roots on which `module.compile()` was called."""
+        self.compiled: set[int] = set()  # Roots on which `module.compile()` was called
         self.precision: dict[str, str] = {}
         self.loader: Any = None
         """The DataLoader that batches of the training came from; the last of them, if there are several."""
-        self.training: weakref.WeakSet = weakref.WeakSet()
-        """All DataLoaders of the training, and of the evaluation:"""
+        self.training: weakref.WeakSet = weakref.WeakSet()  # All DataLoaders of the training, and of the evaluation:
         self.evaluating: weakref.WeakSet = weakref.WeakSet()
         self.device: Any = None
         self.synchronised = True
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
-        self.undisturbed = False
-        """Whether steps are taken as they are and do not end so: the device is used as without the doctor."""
         self._own: dict[str, bool] = {}
         self._looked, self._schedules_seen = 0, False
         self._ends_steps(None)
@@ -171,34 +140,22 @@ class Hooks:
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
         self._stepping: dict[int, list[Any]] = {}
-        self.traced = False
-        """Whether torch.compile has traced something."""
+        self.traced = False  # Whether torch.compile has traced something
         self._events: list[tuple[str, Any, Any]] = []
+        self._optimizer_began: Any = None
         # What a counterfactual changes, for as long as it lasts
-        self.same_batch = False
-        """Each batch of the training is the one before."""
-        self.of_batch: Callable[[Any], Any] | None = None
-        """What becomes of a batch of the training."""
-        self.muted: dict[str, Callable[..., None]] = {}
-        """By kind, "print" or "save": what is called in its place."""
-        self.in_scratch = False
-        """Whether what is written goes to a scratch folder."""
-        self.around_forward: Callable[[], Any] = nullcontext
-        """A context in which outermost modules are called."""
+        self.same_batch = False  # Each batch of the training is the one before
+        self.of_batch: Callable[[Any], Any] | None = None  # What becomes of a batch of the training
+        self.around_forward: Callable[[], Any] = nullcontext  # A context in which outermost modules are called
         self.of_input: Callable[[Any], Any] | None = None
         self.of_output: Callable[[Any], Any] | None = None
         """What becomes of an outermost module's arguments, and of its output where that has gradients."""
-        self.instead: dict[int, Callable[..., Any]] = {}
-        """By root: what is called in its place."""
+        self.instead: dict[int, Callable[..., Any]] = {}  # By root: what is called in its place
         self.known_values = False
         """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
-        self.known_outputs: dict[tuple, Any] | None = None
-        """A model that is called without gradients gives what it gave for an input of this shape; so do its data. These
-        outputs, by model and shapes; None: as ever, and none is kept."""
         self._values: dict[tuple, list[Any]] = {}
         self._given: dict[tuple, int] = defaultdict(int)
         self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._evaluated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._changed = False
 
     # Installing
@@ -231,8 +188,8 @@ class Hooks:
             self._replace(dist.Work, "wait", self._waiting_for_ranks)
         self._replace(torch.autocast, "__enter__", self._autocasting)
         self._replace(torch, "compile", self._compiling)
-        self._replace(torch, "save", functools.partial(self._mutable, "save"))
-        self._replace(builtins, "print", functools.partial(self._mutable, "print"))
+        self._replace(torch, "save", functools.partial(self._noted, "save"))
+        self._replace(builtins, "print", functools.partial(self._noted, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
         self._replace(_compat.LoaderIterator, "__init__", self._making)
         self._replace(_compat.LoaderIterator, "__next__", self._next)
@@ -346,16 +303,6 @@ class Hooks:
 
         return call
 
-    def _mutable(self, kind: str, function: Callable) -> Callable:
-        noted = self._noted(kind, function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if kind in self.muted and not self._elsewhere():
-                return self.muted[kind](*args, **kwargs)
-            return noted(*args, **kwargs)
-
-        return call
-
     def _waiting(self, function: Callable) -> Callable:
         """Of a tensor that is on a GPU the value is waited for; the line is noted for any tensor."""
         noted = self._noted("synchronise", function)
@@ -384,8 +331,13 @@ class Hooks:
         copied, waited = self._noted("copy", function), self._waiting(function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            to_host = tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values())))
-            return (waited if to_host else copied)(tensor, *args, **kwargs)
+            if tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values()))):
+                return waited(tensor, *args, **kwargs)
+            began = self.mark() if self.recording and tensor.device.type == "cpu" and not self._elsewhere() else None
+            result = copied(tensor, *args, **kwargs)
+            if began is not None and self.spans.stack[-1] not in OPAQUE | {"forward", "backward"}:
+                self._events.append(("copy", began, self.mark()))
+            return result
 
         return call
 
@@ -409,16 +361,14 @@ class Hooks:
 
     def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Timed by the host's clock, and on a GPU by events on its stream."""
-        events = None
-        if self.recording and self.device is not None and self.device.type == "cuda":
-            events = [self.torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
+        began = self.mark() if self.recording else None
+        if began is not None and kind == "backward" and self._events and self._events[-1][0] == "forward":
+            self._events.append(("loss", self._events[-1][2], began))
         try:
             return self._timed(kind, function, args, kwargs)
         finally:
-            if events:
-                events[1].record()
-                self._events.append((kind, *events))
+            if began is not None:
+                self._events.append((kind, began, self.mark()))
 
     # Data
 
@@ -426,10 +376,9 @@ class Hooks:
         def call(loader: Any) -> Any:
             if self._elsewhere():
                 return function(loader)
-            if self.known_outputs is not None and loader in self._evaluated:
-                batch, batches = self._evaluated[loader]
-                return itertools.repeat(batch, batches)
-            self.loader_starts += loader in self.training
+            if loader in self.training:
+                self.loader_starts += 1
+                self.restarts += bool(loader.num_workers and not loader.persistent_workers)
             return self._timed(self._kind_of(loader), function, (loader,), {})
 
         return call
@@ -453,9 +402,6 @@ class Hooks:
                 batch = self._timed(self._kind_of(loader), function, (iterator,), {})
                 if loader in self.training:
                     self._keep(loader, batch)
-                elif self.recording and loader in self.evaluating:
-                    first = batch if _compat.batches_given(iterator) == 1 else self._evaluated.get(loader, (batch,))[0]
-                    self._evaluated[loader] = first, _compat.batches_given(iterator)
             else:
                 batch = again[0]
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
@@ -532,8 +478,10 @@ class Hooks:
         self._sort(training)
         if self.of_input:
             args, kwargs = self.of_input(given)
+        if self.probes is not None:
+            self.probes.forward(module, training, again, args, kwargs)
         if not training:
-            return self._evaluate(module, function, args, kwargs)
+            return self._on_device("evaluation", function, args, kwargs)
         function = self.instead.get(id(module), function)
         if not again:
             self._seen(module, *given)
@@ -542,14 +490,6 @@ class Hooks:
         if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
             self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return self.of_output(output) if self.of_output else output
-
-    def _evaluate(self, module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.known_outputs is None:
-            return self._timed("evaluation", function, args, kwargs)
-        key = (id(module), *(tuple(t.shape) for t in _leaves((args, kwargs), self.torch)))
-        if key not in self.known_outputs:
-            self.known_outputs[key] = self._timed("evaluation", function, args, kwargs)
-        return self.known_outputs[key]
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
         """At each call: how many samples. At the first one: device, precision."""
@@ -581,6 +521,17 @@ class Hooks:
             yield
         finally:
             self.spans.thread = thread
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Steps within are no steps of the script: the probes look at none of it."""
+        if self.probes is not None:
+            self.probes.paused = True
+        try:
+            yield
+        finally:
+            if self.probes is not None:
+                self.probes.paused = False
 
     @property
     def samples(self) -> int:
@@ -650,6 +601,7 @@ class Hooks:
             return None
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
         self.spans.enter("optimizer")
+        self._optimizer_began = self.mark() if self.recording else None
         if not any(map(callable, (*args[1:], *kwargs.values()))):
             return None
         return (args[0], *map(self._as_own_code, args[1:])), {name: self._as_own_code(a) for name, a in kwargs.items()}
@@ -676,6 +628,9 @@ class Hooks:
             return
         del self._stepping[id(optimizer)]
         self.spans.leave()
+        if self._optimizer_began is not None:
+            self._events.append(("optimizer", self._optimizer_began, self.mark()))
+            self._optimizer_began = None
         self._find_last(id(optimizer))
         self._others = 0 if id(optimizer) == self._boundary else self._others + 1
         if self._others > GONE * len(self.optimizers):
@@ -717,7 +672,7 @@ class Hooks:
         try:
             self.on_step(seconds)
         finally:
-            self.backwards = self.loader_starts = self._in_batches = self._used = 0
+            self.backwards = self.loader_starts = self.restarts = self._in_batches = self._used = 0
             self._in_calls.clear()
             self._given.clear()
             self.spans.restart()
@@ -746,7 +701,7 @@ class Hooks:
         return event
 
     def device_seconds(self) -> dict[str, float]:
-        """Since it was asked last, by kind; after a synchronisation. Empty without a GPU."""
+        """Of all recorded steps, by kind; after a synchronisation. Empty without a GPU."""
         found: dict[str, float] = defaultdict(float)
         for kind, begun, ended in self._events:
             found[kind] += begun.elapsed_time(ended) / 1e3
@@ -779,6 +734,15 @@ class Hooks:
             for (kind, what, file, line), (calls, s) in self.lines.items()
         ]
         return sorted(found, key=lambda noted: -noted.ms)
+
+
+def _item_line(hooks: Hooks, dataset: Any) -> str:
+    """Where the script's own __getitem__ returns."""
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    if code is None or not os.path.realpath(code.co_filename).startswith(hooks.folder + os.sep):
+        return ""
+    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+    return f"{os.path.basename(code.co_filename)}:{last}  {linecache.getline(code.co_filename, last).strip()}"
 
 
 def length(batch: Any, tensor: type) -> int:
@@ -825,8 +789,8 @@ def _checksum(parameters: Iterable[Any], torch: Any) -> float:
     return total if math.isfinite(total) else 0.0
 
 
-def describe(hooks: Hooks, facts: Facts) -> None:
-    """Write into `facts` what the training consists of. Called at the end of a step, below whatever has called it."""
+def describe(hooks: Hooks, profile: Profile) -> None:
+    """Write into `profile` what the training consists of. Called at the end of a step, below whatever has called it."""
     torch = hooks.torch
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -835,7 +799,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
     modules = [m for root in roots for m in root.modules()]
     ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
     parameters = {id(p): p for root in roots for p in root.parameters()}.values()
-    facts.training = {
+    profile.training = {
         "models": [type(m).__name__ for m in roots],
         "forward_seen": bool(hooks.called),
         "trainer": trainers.calling(sys._getframe()),
@@ -850,7 +814,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
         "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
-        "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
+        "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
         "data_parallel": any(isinstance(m, DataParallel) for m in modules),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
         "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
@@ -861,15 +825,15 @@ def describe(hooks: Hooks, facts: Facts) -> None:
     hooks.ddp = ddp
     searching = [m for m in ddp if m.find_unused_parameters]
     hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
-    facts.device = hooks.device.type if hooks.device is not None else "cpu"
-    if facts.device == "cuda":
-        facts.device_name = torch.cuda.get_device_name(hooks.device)
-    elif facts.device != "cpu" and not hooks.can_wait:
-        facts.unseen.append(f"when {facts.device} is done: torch cannot wait for it, so a step ends on the host")
+    profile.device = hooks.device.type if hooks.device is not None else "cpu"
+    if profile.device == "cuda":
+        profile.device_name = torch.cuda.get_device_name(hooks.device)
+    elif profile.device != "cpu" and not hooks.can_wait:
+        profile.unseen.append(f"when {profile.device} is done: torch cannot wait for it, so a step ends on the host")
     if hooks.loader is not None:
         one = hooks.loader
         batch_size = one.batch_size or getattr(one.batch_sampler, "batch_size", None)
-        facts.loader = Loader(
+        profile.loader = Loader(
             batch_size,
             one.num_workers,
             (one.prefetch_factor or 0) if one.num_workers else 0,
@@ -878,7 +842,9 @@ def describe(hooks: Hooks, facts: Facts) -> None:
             type(one.dataset).__name__,
             type(one.sampler).__name__,
             0.0,
+            by_batch_ms(one.dataset, batch_size),
+            _item_line(hooks, whole(one.dataset)),
         )
     if not hooks.called:
         where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
-        facts.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")
+        profile.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")

@@ -10,9 +10,9 @@ from typing import Any
 
 from labs.kit import _compat
 
-PATIENCE = timedelta(seconds=60)
-PATIENCE_UNTOLD = timedelta(seconds=20)
-"""With ranks that nothing has told of: they have ended the same step, if they take part in this at all."""
+TIMEOUT_S = timedelta(seconds=60)
+TIMEOUT_UNEXPECTED_S = timedelta(seconds=20)
+"""With ranks that nothing has announced: they have ended the same step, if they take part in this at all."""
 KEY = "labs.doctor"
 
 
@@ -31,18 +31,17 @@ def group() -> tuple[int, int] | None:
 class Ranks:
     """Every rank makes the same calls in the same order, between the same steps. One rank alone: nothing happens."""
 
-    def __init__(self, told: int) -> None:
-        """`told`: how many ranks there are, by what has started them."""
-        self.told, self.calls = told, 0
-        self.alone = False
-        """Whether others train with this one and the doctor is not in them: nobody is asked."""
+    def __init__(self, expected: int) -> None:
+        """`expected`: how many ranks there are, by what has started them."""
+        self.expected, self.calls = expected, 0
+        self.alone = False  # Whether others train with this one and the doctor is not in them: nobody is asked
 
     def look(self) -> None:
-        """Whether ranks answer of which nothing was told: the script itself may have started them, or another shell."""
-        if (group() or (0, 1))[1] <= self.told:
+        """Whether ranks answer that nothing has announced: the script may have started them, or another shell."""
+        if (group() or (0, 1))[1] <= self.expected:
             return
         try:
-            self.each_says(0, PATIENCE_UNTOLD)
+            self.each_says(0, TIMEOUT_UNEXPECTED_S)
         except Apart:
             self.alone = True
 
@@ -61,7 +60,7 @@ class Ranks:
             return words
         return self._heard(store, f"{KEY}/{self.calls}")
 
-    def each_says(self, thing: Any, patience: timedelta = PATIENCE) -> list[Any]:
+    def each_says(self, thing: Any, timeout: timedelta = TIMEOUT_S) -> list[Any]:
         """What each rank says, by rank: anything that JSON can hold."""
         store = self._store()
         if store is None:
@@ -69,7 +68,7 @@ class Ranks:
         self.calls += 1
         keys = [f"{KEY}/{self.calls}/{rank}" for rank in range(self.ranks)]
         store.set(keys[self.rank], json.dumps(thing))
-        return [json.loads(self._heard(store, key, patience)) for key in keys]
+        return [json.loads(self._heard(store, key, timeout)) for key in keys]
 
     def wait(self) -> None:
         """Until all have come here."""
@@ -87,9 +86,9 @@ class Ranks:
             for rank in range(1, self.ranks):
                 self._heard(store, f"{KEY}/gone/{rank}")
 
-    def _heard(self, store: Any, key: str, patience: timedelta = PATIENCE) -> str:
+    def _heard(self, store: Any, key: str, timeout: timedelta = TIMEOUT_S) -> str:
         try:
-            store.wait([key], patience)
+            store.wait([key], timeout)
         except RuntimeError as e:  # torch's DistStoreError is one
             raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
         return store.get(key).decode()

@@ -1,7 +1,7 @@
-"""Runs the script once in a process of its own, the patient; ends it and all that it has started; hands on the facts.
+"""Runs the script once in a process of its own; ends it and all that it has started; hands on what was measured.
 
-Under torchrun each rank's process is a supervisor with a patient of its own. Those of one machine share a folder. The
-first of them waits for the facts of the others, and tells; the others stay until it has.
+Under torchrun each rank's process supervises a process for the script. Those of one machine share a folder. The first
+of them waits for the profiles of the others, and reports; the others stay until it has.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import getpass
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +24,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor.facts import Facts, load, without_colours
-from labs.doctor.patience import LEAST_S, Patience
-from labs.doctor.patient import STACK_SIGNAL, Progress, Settings
+from labs.doctor.profile import Profile, load, without_colours
+from labs.doctor.script_process import STACK_SIGNAL, Progress, Settings
+from labs.doctor.step_timeout import FIRST_S, LEAST_S, StepTimeout
 from labs.kit import supervise
 from labs.kit.errors import BadInput
 from labs.kit.monitor import Monitor, Trace
@@ -39,46 +40,37 @@ if sys.flags.safe_path:
     sys.path.insert(0, root)
 else:
     sys.path[0] = root  # the script's folder takes its place
-from labs.doctor.patient import main
+from labs.doctor.script_process import main
 if sys.flags.safe_path:
     sys.path.remove(root)
 main()
 """
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEAVE_S = 20.0
-"""For what a script does in `finally` when all is measured; its facts are there."""
-FOLLOW_S = 15.0
-"""For a rank to end after another has."""
-COME_S = 60.0
-"""For the others' supervisors to begin."""
-MOST_OUTPUT = 64 << 20
-"""Bytes of the script's output that are kept on the disk; of more, the end."""
+LEAVE_S = 20.0  # For what a script does in `finally` when all is measured; its profile are there
+FOLLOW_S = 15.0  # For a rank to end after another has
+COME_S = 60.0  # For the others' supervisors to begin
+MOST_OUTPUT = 64 << 20  # Bytes of the script's output that are kept on the disk; of more, the end
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
+NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
-MONITOR_S = 1.0
-"""From one look at the processor's times to the next: what they tell is the mean over a whole run."""
-SHORTEST_RUN_S = 4.0
-"""In less, the start of the ranks themselves looks like another program."""
+MONITOR_S = 1.0  # From one look at the processor's times to the next: the mean over a whole run counts
+SHORTEST_RUN_S = 4.0  # In less, the start of the ranks themselves looks like another program
 
 
 @dataclass(frozen=True)
 class Order:
     """What is wanted."""
 
-    argv: list[str]
-    """The script and its arguments."""
+    argv: list[str]  # The script and its arguments
     steps: int = 30
     seconds: float = 40.0
-    patience_s: float | None = None
-    """Without a step; None: as Patience has it."""
-    modes: tuple[str, ...] | None = None
-    """Counterfactuals, by name; None: all."""
-    let_it_write: bool = False
+    timeout_s: float | None = None  # Without a step; None: as StepTimeout has it
+    modes: tuple[str, ...] | None = None  # Counterfactuals, by name; None: all
+    copy: bool = False  # Whether a copy of the folder that it is started in is run
     show_output: bool = False
-    module: str = ""
-    """Its full name, if it is run by that."""
+    module: str = ""  # Its full name, if it is run by that
 
 
 class Stop:
@@ -105,21 +97,21 @@ class Stop:
                 signal.signal(signum, handler)
 
 
-def examine(order: Order, place: Place, tell: Callable[[list[Facts]], None]) -> list[Facts]:
-    """Run the script; `tell` gets the facts of this machine's ranks, in its first rank. All that was made is removed.
+def examine(order: Order, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
+    """Run the script; `print_report` gets this machine's profiles, in its first rank. All that was made is removed.
 
-    Returns these facts; in the other ranks, their own.
+    Returns these; in the other ranks, their own.
     """
     stop = Stop()
     with stop.noting(), run_folder(place) as (folder, mark):
         with Run(order, place, folder, mark, stop) as run:
             run.watch()
-        run.facts.save(_final(folder, place.local_rank))
+        run.profile.save(_final(folder, place.local_rank))
         if place.local_rank:
             _wait_for_the_first(folder)
-            return [run.facts]
-        found = [run.facts, *_others(folder, place, order, stop)]
-        tell(found)
+            return [run.profile]
+        found = [run.profile, *_others(folder, place, order, stop)]
+        print_report(found)
         return found
 
 
@@ -153,7 +145,7 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
 
 
 class Run:
-    """A patient, from its start to its end."""
+    """The script's process, from its start to its end."""
 
     def __init__(self, order: Order, place: Place, folder: Path, mark: str, stop: Stop) -> None:
         self.order, self.place, self.folder, self.mark, self.stop = order, place, folder, mark, stop
@@ -161,7 +153,6 @@ class Run:
         self.settings = Settings(
             order.argv,
             str(folder),
-            "" if order.let_it_write else str(folder / "scratch"),
             place.rank,
             place.ranks,
             place.local_ranks,
@@ -172,7 +163,7 @@ class Run:
             order.module,
         )
         self.output = folder / f"output-{place.rank}.txt"
-        self.how, self.why = "killed", ""  # as in Facts; `why` is empty unless we end the patient
+        self.how, self.why = "killed", ""  # as in Profile; `why` is empty unless we end the script
         self.tail, self._cut, self._shown = b"", b"", 0
         self.others_percent = math.nan
 
@@ -190,17 +181,16 @@ class Run:
         self.progress = Progress(self.folder, self.place.rank)
         env = {**os.environ, supervise.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())  # in the new TMPDIR it would be cold each time
-        if self.settings.scratch:
-            env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
         command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
+        cwd = copied(self.folder, self.place, self.order) if self.order.copy else None
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
         with self.output.open("ab") as output:  # appended to, so that it can be cut
-            self.process = supervise.start(command, stdin=stdin, stdout=output, stderr=output, env=env)
+            self.process = supervise.start(command, stdin=stdin, stdout=output, stderr=output, env=env, cwd=cwd)
 
     def __exit__(self, *error: object) -> None:
         self._end()
-        self.facts = self._facts()
+        self.profile = self._profile()
 
     def _end(self) -> None:
         """All processes. What the script had printed until then is read."""
@@ -210,14 +200,14 @@ class Run:
         self._read_output()
 
     def watch(self) -> None:
-        """Until the patient has ended, or there is a reason to end it. The first rank watches the machine as well."""
+        """Until the script has ended, or there is a reason to end it. The first rank watches the machine as well."""
         first = self.place.local_rank == 0
         with Monitor(lambda: supervise.at_work(self.folder), MONITOR_S, gpus=()) if first else nullcontext() as monitor:
             self._watch(monitor)
 
     def _watch(self, monitor: Monitor | None) -> None:
         looked = time.monotonic()
-        patience = Patience(self.order.patience_s, looked)
+        timeout = StepTimeout(self.order.timeout_s, looked)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
@@ -227,20 +217,20 @@ class Run:
             if monitor is not None and now > looked + MONITOR_S:
                 looked = now
                 self._note_others(monitor.trace)
-            patience.saw(self.progress.steps, now)
+            timeout.saw(self.progress.steps, now)
             if self.stop.by:
                 self.how, self.why = "stopped", self.stop.by
             elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
-            elif patience.is_over(now):
+            elif timeout.is_over(now):
                 where = (stands := self._stack()) and f": it stands in {stands}"
-                self.how, self.why = "silent", f"no step in {patience.limit_s:g} s{where}"
+                self.how, self.why = "silent", f"no step in {timeout.limit_s:g} s{where}"
             elif (other := self._another_ended(FOLLOW_S)) is not None:
                 self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
             if self.why:
                 return
-            if monitor is not None and patience.is_to_say(now):
-                print(f"labs.doctor: {patience.words(now, self._stack())}", file=sys.stderr, flush=True)
+            if monitor is not None and timeout.is_to_say(now):
+                print(f"labs.doctor: {timeout.words(now, self._stack())}", file=sys.stderr, flush=True)
 
     def _note_others(self, trace: Trace) -> None:
         """What programs outside of this run take of the cores, until the first of its ranks has ended.
@@ -251,7 +241,7 @@ class Run:
             self.others_percent = trace.neighbours_percent
 
     def _ended_before(self, seconds: float) -> bool:
-        """Whether the patient has said so long ago that the script has ended."""
+        """Whether the script has said so long ago that the script has ended."""
         try:
             return time.time() - self.settings.ended_path.stat().st_mtime > seconds
         except OSError:
@@ -294,25 +284,25 @@ class Run:
                     return stood(text, self.order.argv[0])
         return ""
 
-    def _facts(self) -> Facts:
-        """What the patient has left, and what it could not know."""
+    def _profile(self) -> Profile:
+        """What the script has left, and what it could not know."""
         place, argv = self.place, self.order.argv
         try:
-            facts = load(self.settings.facts_path)
+            profile = load(self.settings.profile_path)
         except (OSError, ValueError):
-            facts = Facts(argv[0], argv, place.rank, place.ranks, place.local_ranks)
-        facts.steps = max(facts.steps, self.progress.steps)
+            profile = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
+        profile.steps = max(profile.steps, self.progress.steps)
         cut_short = self.why and self.how != "silent" and not self.settings.ended_path.exists()
-        if facts.ended == "running" or cut_short:  # while it tries something risky, its facts are those of an end
-            facts.exit_code = self.process.returncode
-            facts.ended, facts.error = (self.how, self.why) if self.why else _death(self.process.returncode)
-            facts.wall_s = time.monotonic() - self.begun
+        if profile.ended == "running" or cut_short:  # while it tries something risky, its profile are those of an end
+            profile.exit_code = self.process.returncode
+            profile.ended, profile.error = (self.how, self.why) if self.why else _death(self.process.returncode)
+            profile.wall_s = time.monotonic() - self.begun
         if math.isfinite(self.others_percent):
-            facts.machine["others_percent"] = self.others_percent
-        if facts.ended not in ("done", "script ended"):
+            profile.machine["others_percent"] = self.others_percent
+        if profile.ended not in ("done", "script ended"):
             lines = without_colours(self.tail.decode(errors="replace")).splitlines()
-            facts.output = [line[:200] for line in lines[-TAIL_LINES:]]
-        return facts
+            profile.output = [line[:200] for line in lines[-TAIL_LINES:]]
+        return profile
 
 
 def _show(file: object) -> int:
@@ -361,18 +351,30 @@ def inductor_cache() -> str:
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
+def copied(folder: Path, place: Place, order: Order) -> Path:
+    """A copy of the folder that the doctor was started in: the first rank of a machine makes it, the others wait."""
+    copy, part = folder / "copy", folder / "copy.part"
+    if place.local_rank == 0 and not copy.exists():
+        shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        part.rename(copy)
+    until = time.monotonic() + (order.timeout_s or FIRST_S)
+    while not copy.exists() and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return copy
+
+
 # Ranks of one machine
 
 
 def _final(folder: Path, local_rank: int) -> Path:
-    """Facts of a rank that has ended."""
+    """Profile of a rank that has ended."""
     return folder / f"final-{local_rank}.json"
 
 
-def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Facts]:
-    """Facts of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
-    until = time.monotonic() + (order.patience_s or LEAST_S) + LEAVE_S + FOLLOW_S
-    come = time.monotonic() + min(COME_S, order.patience_s or COME_S)
+def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profile]:
+    """Profile of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
+    until = time.monotonic() + (order.timeout_s or LEAST_S) + LEAVE_S + FOLLOW_S
+    come = time.monotonic() + min(COME_S, order.timeout_s or COME_S)
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):
@@ -387,7 +389,7 @@ def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Facts]
 
 
 def _wait_for_the_first(folder: Path) -> None:
-    """Until it has told, and is gone. A rank that ends sooner would have torchrun end the first one."""
+    """Until it has reported, and is gone. A rank that ends sooner would have torchrun end the first one."""
     come, at_work = time.monotonic() + COME_S, None
     while at_work is None and time.monotonic() < come:
         at_work = supervise.is_at_work(folder, 0)

@@ -1,4 +1,4 @@
-"""Cures in the words of a trainer: where a library's loop calls the optimizer, no line of the script can be changed.
+"""Fixes as options of a trainer: where a library's loop calls the optimizer, no line of the script can be changed.
 
 Options are those of transformers 5.17, Lightning 2.6 and Accelerate 1.15.
 """
@@ -13,17 +13,19 @@ TRAINERS = {
     "pytorch_lightning": "Lightning",
     "accelerate.optimizer": "Accelerate",
 }
-"""Module that has called the optimizer, and whose words are used. Trainers that call others come first."""
-CURES = {
+"""Module that has called the optimizer, and whose options are named. Trainers that call others come first."""
+OPTIONS = {
     "transformers": {
         "slow_loader": "dataloader_num_workers=... (0 unless set), dataloader_persistent_workers=True",
         "pageable": "dataloader_pin_memory=True",
+        "workers_restart": "dataloader_persistent_workers=True",
         "exchange": "per_device_train_batch_size=..., gradient_accumulation_steps=...",
         "synchronise": "logging_nan_inf_filter=False (else it looks at the loss in each step), logging_steps=50",
         "validation": 'eval_strategy="steps", eval_steps=500',
         "checkpoint": "save_steps=...",
         "printing": "logging_steps=50",
         "find_unused": "ddp_find_unused_parameters=False",
+        "buffers": "ddp_broadcast_buffers=False",
         "tiny_batches": "per_device_train_batch_size=...",
         "larger_batch": "per_device_train_batch_size=...",
         "optimizer_loop": 'optim="adamw_torch_fused"',
@@ -55,7 +57,7 @@ CURES = {
 
 
 def calling(frame: FrameType | None) -> str:
-    """The trainer that has called down to `frame`: a key of CURES, or "" for a loop of one's own."""
+    """The trainer that has called down to `frame`: a key of OPTIONS, or "" for a loop of one's own."""
     modules = set()
     while frame is not None:
         modules.add(frame.f_globals.get("__name__") or "")
@@ -66,12 +68,12 @@ def calling(frame: FrameType | None) -> str:
     return ""
 
 
-def cure(trainer: str, finding: str, half: str) -> str:
-    """What cures it there, as " - in Lightning: ..."; "" where that is what cures it anywhere.
+def option(trainer: str, finding: str, half: str) -> str:
+    """What fixes it there, as " - in Lightning: ..."; "" where that is what fixes it anywhere.
 
     `half`: "bfloat16" or "float16".
     """
-    words = CURES.get(trainer, {}).get(finding, "")
+    words = OPTIONS.get(trainer, {}).get(finding, "")
     of_16_bits = "bf16" if half == "bfloat16" else "16" if trainer == "Lightning" else "fp16"
     place = "TrainingArguments" if trainer == "transformers" else trainer
     return f" - in {place}: {words.format(half=of_16_bits)}" if words else ""

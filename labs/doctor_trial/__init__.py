@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labs.doctor.facts import AS_IS
+from labs.doctor.bottlenecks import OPTION, UNPRICED
+from labs.doctor.profile import AS_IS
 from labs.doctor_trial.cases import BY_NAME, BY_READING, Case, gains, with_cures
 from labs.doctor_trial.in_turn import ScriptFailed, doctor_command, run_alone
 from labs.kit import cli, measure, timeouts
@@ -41,7 +42,8 @@ NEAR = 0.2
 """A bound is right within its interval or this share of the gain."""
 FEW = ("images", "slow_loader")
 """Patients of a smoke run."""
-OPTION, READ = "option", "reading"
+READ, SEEN = "read in the source", "seen in the running script"
+"""How a finding of no measurement is known: as labs/doctor/findings.py says, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Seen:
     seconds: float
     exit_code: int | None
     findings: list[dict[str, Any]] = field(default_factory=list)
-    """As in report.json: name, bound, kind, by, ..."""
+    """As in report.json: name, gain, kind, by, ..."""
     factor: float = 1.0
     """Of the larger batch that it tried."""
     complaint: str = ""
@@ -144,12 +146,12 @@ class Seen:
         """Of all that is said, in the report's order; options only where the illness may be one."""
         wanted = [f for f in self.findings if f["kind"] != OPTION or f["name"] in case.names]
         if case.by == BY_READING:
-            wanted = [f for f in wanted if f["kind"] == READ]
+            wanted = [f for f in wanted if f["by"] in (READ, SEEN)]
         return list(dict.fromkeys(f["name"] for f in wanted))
 
     def accusations(self) -> list[str]:
         """What a patient that is well must not be told: that something holds it back, or that a line is wrong."""
-        return [f["name"] for f in self.findings if f["kind"] not in (OPTION, READ) or f.get("certainty") == "wrong"]
+        return [f["name"] for f in self.findings if f["kind"] not in (OPTION, UNPRICED)]
 
 
 def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
@@ -163,7 +165,7 @@ def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
     if (report / "report.json").is_file():
         row = json.loads((report / "report.json").read_text())
         found.findings = row["findings"]
-        found.factor = max([f["samples_factor"].get("larger batch", 1.0) for f in row["facts"]], default=1.0)
+        found.factor = max([f["samples_factor"].get("larger batch", 1.0) for f in row["profiles"]], default=1.0)
     else:
         found.complaint = (said.strip().splitlines() or ["no report, and not a word"])[-1]
     shutil.rmtree(folder, ignore_errors=True)
@@ -181,9 +183,9 @@ def _judged(case: Case, n: int, found: Seen) -> Iterator[Record]:
         return
     place = next((i for i, name in enumerate(names, 1) if name in case.names), 0)
     yield _record("place", "1", [place], **of, **said, wanted=list(case.names))
-    finding = next((f for f in found.findings if f["name"] in case.names and f["bound"]), None)
+    finding = next((f for f in found.findings if f["name"] in case.names and f["gain"]), None)
     if finding:
-        bound = finding["bound"]
+        bound = finding["gain"]
         yield _record(
             "bound",
             "x",

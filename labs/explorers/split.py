@@ -40,11 +40,11 @@ def draw(params: float, batch: int, gpus: int, card: str, seq: int) -> tuple[Fig
         label="activations",
         gid="kind:modelled",
     )
-    ax.axvline(limit, color=plot.GREY, linestyle=":", label="90 % of the card", gid="kind:modelled")
+    ax.axvline(limit, color=plot.GREY, linestyle=":", label="90% of the card", gid="kind:modelled")
     ax.set(xlim=(0, 2.5 * limit), ylim=(len(shown) - 0.5, -0.5))
     if not advice.choice:
         enough = f"{advice.enough_gpus:,} such GPUs are enough." if advice.enough_gpus else ""
-        return fig, f"{message}.", f"No plan keeps 10 % of the memory free with Adam in FP32. {enough}".strip()
+        return fig, f"{message}.", f"No plan keeps 10% of the memory free with Adam in FP32. {enough}".strip()
     time = advice.estimate.seconds
     told = (
         f" {time.value:.2g} s per step ({time.low:.2g} to {time.high:.2g})." if time else f" {advice.estimate.refusal}"

@@ -73,6 +73,7 @@ PLACES = {
     "source_rank": "torch.distributed:Work._source_rank",
     # Modules and loaders
     "Normalisation": "torch.nn.modules.batchnorm:_NormBase",
+    "fetchers": "torch.utils.data._utils:fetch",
     "LoaderIterator": f"{LOADING}:_BaseDataLoaderIter",
     # The build, and how a checkpoint is read and written
     "cuda_arch_flags": f"{C}:_cuda_getArchFlags",

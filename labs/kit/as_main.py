@@ -77,8 +77,10 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Na
 
 
 def _check_name(folder: Path) -> None:
-    """Refuse a folder of scripts that has a `labs` of its own: it would not be found."""
-    for path in (folder / "labs.py", folder / "labs" / "__init__.py"):
+    """Refuse a folder of scripts that has a `labs` of its own: the script would get this package in its place."""
+    package = folder / "labs"
+    inits = [package / "__init__.py", *sorted(package.glob("*.py"))[:1]]  # without the first, modules are found as well
+    for path in (folder / "labs.py", *inits):
         ours = path.parent == Path(__file__).parents[1]
         require(ours or not path.exists(), f"{path} has the name of this command's own package: rename it")
 

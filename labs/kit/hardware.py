@@ -356,8 +356,3 @@ def peak(name: str, dtype: str) -> Peak | None:
     row = spec(name)
     tflops = row.tflops(dtype) if row else None
     return Peak(tflops * 1e12, row.gpu, dtype, row.source, row.url) if row and tflops else None
-
-
-def bus_bandwidth_gb_s(bus_bits: int, pin_gbit_s: float) -> float:
-    """Peak memory bandwidth: pins x bits per second and pin / 8 bits per byte, in 10^9 byte/s."""
-    return bus_bits * pin_gbit_s / 8

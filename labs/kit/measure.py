@@ -234,22 +234,6 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], unit: str = "x", *, res
     return estimate([x / y for x, y in zip(a, b, strict=True)], unit, resamples=resamples)
 
 
-def unpaired_ratio(a: Estimate, b: Estimate, unit: str = "x") -> Estimate:
-    """a / b of two positive estimates whose samples did not take turns, with its interval, from theirs.
-
-    Errors of independent samples are seldom at their worst together: the distances of the limits, on a logarithmic
-    scale, are added as squares (Zou and Donner 2008, "Construction of confidence limits about effect measures: a
-    general approach", Statistics in Medicine 27). Whether two intervals overlap shows less. What drifted between the
-    two is not in either interval: pairs are better. ValueError if a limit is not positive.
-    """
-    if min(a.low, b.low) <= 0:
-        raise ValueError("a ratio of estimates needs positive limits")
-    value = a.value / b.value
-    down = math.hypot(math.log(a.value / a.low), math.log(b.high / b.value))
-    up = math.hypot(math.log(a.high / a.value), math.log(b.value / b.low))
-    return Estimate(value, value * math.exp(-down), value * math.exp(up), min(a.n, b.n), unit)
-
-
 def proportion(count: int, n: int) -> Estimate:
     """`count` of `n` as a share, with its 95 % Wilson interval, which holds near 0 and 1, too. ValueError for n = 0."""
     if not n:

@@ -160,17 +160,6 @@ def same_bits_every_time(device: torch.device) -> None:
 
 
 @contextmanager
-def same_bits(device: torch.device) -> Iterator[None]:
-    """`same_bits_every_time` for a while: what is timed afterwards takes the usual kernels again."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    same_bits_every_time(device)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@contextmanager
 def unpinned(rank: Rank) -> Iterator[None]:
     """Let this thread, and the processes it starts meanwhile, run on all cores of the job: DataLoader workers.
 

@@ -15,9 +15,8 @@ TRIED: dict[str, tuple[str, str]] = {
     "E16": ("counterfactual", "half precision"),  # its speed
     "E22": ("counterfactual", "larger batch"),  # its throughput
     "C23": ("counterfactual", "no exchange"),
-    "B08": ("rule", "amp-old"),
     "E18": ("rule", "zero-grad-missing"),
-    "B34": ("rule", "no-sync-missing"),
+    "B34": ("counterfactual", "no exchange"),
     "B37": ("rule", "set-epoch-missing"),
 }
 """By claim: how the doctor tries it, and under which names."""

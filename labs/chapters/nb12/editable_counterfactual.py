@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12.visit import is_smoke
 from labs.common.loading.feed import endless
-from labs.doctor.scripts.train_images import IMAGES, Files, build_model
 from labs.doctor_trial.cases import FASHION
+from labs.doctor_trial.scripts.train_images import IMAGES, Files, build_model
 from labs.kit import measure
 from labs.kit.errors import require
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from labs.doctor import bounds
-from labs.doctor.causes import PARTS
-from labs.doctor.diagnosis import FROM_PARTS
-from labs.doctor.facts import AS_IS, KINDS
+from labs.doctor import estimated_gain
+from labs.doctor.bottlenecks import PARTS
+from labs.doctor.findings import FROM_PARTS
+from labs.doctor.profile import AS_IS, KINDS
 from labs.doctor.report import Report
 from labs.kit.check import Prediction
 from labs.kit.display import say
@@ -69,7 +69,7 @@ def records_of(found: Report) -> Records:
         rows.append(
             Record(
                 "doctor",
-                "in_turn",
+                "interleaved",
                 "x",
                 tuple(ratios),
                 case={"counterfactual": without},
@@ -82,8 +82,8 @@ def records_of(found: Report) -> Records:
 def ratios_of(found: Report) -> dict[str, list[float]]:
     """As it is / counterfactual, per sample, in each round, by counterfactual."""
     facts = found.seen
-    modes = facts[0].turns_s if facts else {}
-    ratios = {m: bounds.ratios_of(facts, m) for m in modes}
+    modes = facts[0].interleaved_s if facts else {}
+    ratios = {m: estimated_gain.ratios_of(facts, m) for m in modes}
     return {m: of for m, of in ratios.items() if of and m != AS_IS}
 
 
@@ -93,7 +93,7 @@ def ratios_of(found: Report) -> dict[str, list[float]]:
 def step(found: Report, guess: Prediction | None = None, *, of: str = "data") -> None:
     """A row for each rank: its mean step, part after part. `guess`: share of part `of` on rank 0, in %."""
     facts = found.seen
-    part_ms = {f.rank: {k: 1e3 * bounds.part_s(f, k) for k in KINDS} for f in facts}
+    part_ms = {f.rank: {k: 1e3 * estimated_gain.part_s(f, k) for k in KINDS} for f in facts}
     longest = max(sum(p.values()) for p in part_ms.values())
     named = [k for k in KINDS if k in COLORS and max(p[k] for p in part_ms.values()) > SMALL * longest]
     message = _where(part_ms, named)
@@ -181,11 +181,14 @@ DATA = "same batch again"
 
 def promised(found: Report, guess: Prediction | None = None, cured: Records | None = None, *, of: str = DATA) -> None:
     """A row for each counterfactual, and for each cure that was tried; `guess`: x, of row `of`."""
-    at_most = {name: bounds.of_ratios(ratios, bounds.looks(found.seen)) for name, ratios in ratios_of(found).items()}
+    at_most = {
+        name: estimated_gain.of_ratios(ratios, estimated_gain.looks(found.seen))
+        for name, ratios in ratios_of(found).items()
+    }
     by_parts = {
-        f"{DATA}, from the parts": f.bound
+        f"{DATA}, from the parts": f.gain
         for f in found.findings
-        if f.name == "slow_loader" and f.bound and f.by == FROM_PARTS
+        if f.name == "slow_loader" and f.gain and f.by == FROM_PARTS
     }
     at_most = by_parts | dict(sorted(at_most.items(), key=lambda item: -item[1].value))
     bound = next(iter(by_parts.values()), at_most.get(DATA))
@@ -234,7 +237,6 @@ TRIED = {
     "single precision",
     "fused optimizer",
     "fewer threads",
-    "one thread per core",
     "compiled",
 }
 """Counterfactuals that are trials of one setting, not bounds of all that could be gained there."""
@@ -249,13 +251,13 @@ def _most(at_most: Mapping[str, Estimate]) -> str:
     first, others = at_most[sure[0]], [e for name, e in at_most.items() if name not in {sure[0], *TRIED}]
     alone = all(first.low > e.high for e in others)
     told = "" if alone else "; which bound is largest, this run cannot tell"
-    return f"{sure[0].capitalize()}: at most {first.value:.2f} x{told}"
+    return f"{sure[0].capitalize()}: estimated gain {first.value:.2f} x{told}"
 
 
 def _kept(bound: Estimate | None, given: Mapping[str, Estimate]) -> str:
     best = max(given, key=lambda name: given[name].value)
     text = f"{best.removeprefix('cure: ').capitalize()}: {given[best].value:.2f} x"
-    return f"{text}, at most {bound.value:.2f} x was promised" if bound else text
+    return f"{text}, estimated {bound.value:.2f} x" if bound else text
 
 
 def _said(bound: Estimate | None, given: Mapping[str, Estimate]) -> list[str]:
@@ -263,13 +265,13 @@ def _said(bound: Estimate | None, given: Mapping[str, Estimate]) -> list[str]:
     lines = []
     for name, gain in given.items() if bound else ():
         if bound.low <= 1:
-            how = "but this bound is too wide to be tested"
+            how = "but this estimate is too wide to be tested"
         elif gain.low > bound.high:
-            how = "more than the bound allows: perhaps it cures something else as well"
+            how = "more than estimated: perhaps it fixes something else as well"
         elif gain.high < bound.low:
-            how = "less than the bound: perhaps this cure leaves some of it, or has a price of its own"
+            how = "less than estimated: perhaps this fix leaves some of it, or costs something itself"
         else:
-            how = "which this run cannot tell from the bound"
+            how = "which this run can't tell from the estimate"
         lines.append(f"{name.removeprefix('cure: ').capitalize()}: {gain}, {how}.")
     return lines
 
@@ -284,7 +286,7 @@ def late(found: Report, guess: Prediction | None = None) -> None:
     if len(facts) < 2:
         say("* One rank has nobody to wait for.")
         return
-    own_ms = {f.rank: 1e3 * bounds.part_s(f, *(k for k in KINDS if k not in WAITS)) for f in facts}
+    own_ms = {f.rank: 1e3 * estimated_gain.part_s(f, *(k for k in KINDS if k not in WAITS)) for f in facts}
     mean_ms = {f.rank: 1e3 * sum(f.step_s) / len(f.step_s) for f in facts}
     first = min(own_ms, key=lambda rank: own_ms[rank])
     last = max(own_ms, key=lambda rank: own_ms[rank])

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from labs.doctor import rules
-from labs.doctor.hits import Hit
+from labs.doctor import static_rules
+from labs.doctor.static_rules import Match
 from labs.kit.check import Prediction
 from labs.kit.display import say
 
 
-def hits(f: Callable[..., Any]) -> list[Hit]:
+def hits(f: Callable[..., Any]) -> list[Match]:
     """Of this function's source alone; nothing is run."""
     with tempfile.TemporaryDirectory(prefix="labs-reading-") as folder:
         path = Path(folder) / "your_function.py"
         path.write_text(textwrap.dedent(inspect.getsource(f)))
-        return rules.check(path)
+        return static_rules.check(path)
 
 
 def read(f: Callable[..., Any], guess: Prediction | None = None) -> None:
@@ -29,14 +29,8 @@ def read(f: Callable[..., Any], guess: Prediction | None = None) -> None:
     for hit in found:
         print(f"line {hit.line}: {hit.code}")
         print(textwrap.indent(textwrap.fill(f"{hit.certainty} ({hit.rule}): {hit.why}", 108), "    "))
-        print(textwrap.indent(_cure(hit), "    "))
+        print(textwrap.indent(textwrap.fill(hit.fix, 108), "    "))
     if not found:
         print("No rule objects to this function.")
     if guess is not None:
         say(f"* {guess.against(len(found), 'counted')}")
-
-
-def _cure(hit: Hit) -> str:
-    lines = hit.cure.strip("\n").splitlines()
-    changed = [line for line in lines if line[:1] in "+-" and not line.startswith(("+++", "---"))]
-    return "\n".join(changed) if len(lines) > 1 else textwrap.fill(hit.cure, 108)

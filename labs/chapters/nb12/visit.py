@@ -66,14 +66,14 @@ def in_shell(script: Script, options: Sequence[str] = ()) -> str:
 
 def show_page(found: Report, typed: str) -> None:
     """What a terminal would show: first what is measured, below a line that opens it the rest."""
-    lines = report.page(found).splitlines()
+    lines = report.page(found, everything=True).splitlines()
     end = next((i for i, line in enumerate(lines) if line.startswith(BELOW_THE_FOLD)), len(lines))
     print("\n".join([f"$ {typed}", "", *lines[:end]]).rstrip())
     if rest := "\n".join(lines[end:]).strip():
-        say(f"<pre>{html.escape(rest)}</pre>", folded="The rest of the page: read in the source, healthy, not known")
+        say(f"<pre>{html.escape(rest)}</pre>", folded="The rest, with --all: options, what is fine, what isn't known")
 
 
-BELOW_THE_FOLD = (report.TITLES[report.READING].upper(), "HEALTHY", "NOT KNOWN")
+BELOW_THE_FOLD = tuple(title.upper() for title in (report.MORE, report.OPTIONS, report.NOT_PRICED, report.FINE))
 
 
 def show_lines(patient: str, begin: str, end: str) -> None:

@@ -1,0 +1,420 @@
+"""Ranks and workers that see the same data or the same random numbers, and workers whose memory grows."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import sys
+import time
+import types
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import WARM_UP, Scene, assignments, parsed, some, tensors_in
+from labs.kit import _compat
+
+LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.5, 60, 8
+LEAK_MB, HALF = 8.0, 0.35
+"""Growth of a worker in the second half of the looks: in MB, and as a share of its whole growth."""
+MANY_OBJECTS = 50_000
+WRITES = (3, 16, 64, 256, 1024)
+"""Batches of a worker after which it leaves what it knows."""
+
+
+class Data:
+    """Follow DataLoaders, their samplers and their workers."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.loaders: dict[int, dict[str, Any]] = {}
+        """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
+        self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.current = self.last = 0
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.inputs: list[tuple[int, int]] = []
+        self.input_at = ("", 0)
+        self.parallel = ""
+        self.looks: list[tuple[int, dict[int, float]]] = []
+        self.looked = 0.0
+        self.worker: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Before any loader starts its workers: they inherit what is replaced here."""
+        from torch.utils.data import DistributedSampler
+
+        self.scene.replace(_compat.LoaderIterator, "__init__", self._making)
+        self.scene.replace(_compat.LoaderIterator, "__next__", self._next)
+        self.scene.replace(DistributedSampler, "__iter__", self._sampling)
+        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
+            self.scene.replace(getattr(_compat.fetchers, name), "fetch", self._fetching)
+
+    # In the script's process
+
+    def _making(self, original: Any) -> Any:
+        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.scene.away():
+                self.current += 1
+                self.numbers[iterator] = self.current
+                line = self.scene.line()
+                self.loaders[self.current] = {
+                    "loader": weakref.ref(loader),
+                    "training": 0,
+                    "n": 0,
+                    "at": line,
+                    "last": -1,
+                }
+            original(iterator, loader, *args, **kwargs)
+
+        return init
+
+    def _next(self, original: Any) -> Any:
+        def following(iterator: Any) -> Any:
+            of = self.loaders.get(self.numbers.get(iterator, 0))
+            if of is not None:
+                of["n"] += 1
+                self.last = self.numbers[iterator]
+                if not self.scene.away():
+                    of["training"] += of["last"] not in (-1, self.scene.step)
+                    of["last"] = self.scene.step
+            return original(iterator)
+
+        return following
+
+    def current_batch(self) -> int:
+        """Return the number of the iterator that gave the last batch; 0 if none did."""
+        return self.last
+
+    def training(self, loader: Any) -> bool:
+        """Return whether steps were taken between batches of a loader."""
+        return any(of["training"] for of in self.loaders.values() if of["loader"]() is loader)
+
+    def _sampling(self, original: Any) -> Any:
+        def iterate(sampler: Any) -> Any:
+            if not self.scene.away() and sampler.shuffle:
+                of = self.epochs.setdefault(id(sampler), {"ref": weakref.ref(sampler), "epochs": []})
+                of["epochs"].append((sampler.epoch, self.scene.step))
+            return original(sampler)
+
+        return iterate
+
+    def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> None:
+        """Take a digest of what a model is given in the first steps."""
+        step = self.scene.step
+        if step > WARM_UP or not training or again or (self.inputs and self.inputs[-1][0] == step):
+            return
+        self.parallel = self.parallel or _data_parallel(module, self.scene.torch)
+        if self.parallel:
+            self.inputs.append((step, _digest((args, kwargs), self.scene.torch)))
+            self.input_at = self.scene.line()
+
+    def after_step(self, optimizer: Any, number: int) -> None:
+        """Look at the workers' memory now and then."""
+        now = time.monotonic()
+        if now < self.looked + LOOK_S or len(self.looks) == MOST_LOOKS or not hasattr(psutil, "LINUX"):
+            return
+        self.looked = now
+        for iterator, number in list(self.numbers.items()):
+            of = self.loaders[number]
+            if of["training"] and (workers := getattr(iterator, "_workers", None)):
+                sizes = {w.pid: mb for w in workers if (mb := _private_mb(w.pid)) is not None}
+                if sizes and (not self.looks or self.looks[-1][1].keys() == sizes.keys()):
+                    self.looks.append((of["n"], sizes))
+                else:
+                    self.looks = [(of["n"], sizes)] if sizes else []
+                return
+
+    # In a worker
+
+    def _fetching(self, original: Any) -> Any:
+        def fetch(fetcher: Any, index: Any) -> Any:
+            if self.scene.thread != -1:
+                return original(fetcher, index)
+            mine = self.worker
+            if not mine:
+                mine |= {"number": self.current, "pid": os.getpid(), "fetched": 0, "batches": []}
+                with suppress(Exception):
+                    mine["before"], mine["sizes"] = _random_states(fetcher.dataset), [_sizes(fetcher.dataset)]
+            batch = original(fetcher, index)
+            mine["fetched"] += 1
+            with suppress(Exception):
+                if mine["fetched"] <= WRITES[0]:
+                    mine["batches"].append(_digest(batch, self.scene.torch))
+                if mine["fetched"] in WRITES:
+                    self._leave(fetcher.dataset)
+            return batch
+
+        return fetch
+
+    def _leave(self, dataset: Any) -> None:
+        mine = self.worker
+        if "after" not in mine:
+            mine["after"] = _random_states(dataset)
+        mine["sizes"] = [mine["sizes"][0], _sizes(dataset)]
+        info = self.scene.torch.utils.data.get_worker_info()
+        part = os.path.join(self.scene.scratch, f"worker-{os.getpid()}.part")
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(file, json.dumps(mine | {"worker": info.id}).encode())
+        os.close(file)
+        os.replace(part, part.replace(".part", ".json"))
+
+    # Findings
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return what loaders, samplers and workers show, and the digests of this rank's inputs."""
+        left: list[dict[str, Any]] = []
+        for path in Path(self.scene.scratch).glob("worker-*.json"):
+            with suppress(OSError, ValueError):
+                row = json.loads(path.read_text())
+                if row["number"] in self.loaders:
+                    left.append(row)
+        out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
+        if len(self.inputs) >= 3:
+            digests = [digest for _, digest in self.inputs]
+            drawn = any(of["training"] for of in self.loaders.values()) or "Generator(" in self.scene.text()
+            row = {"kind": self.parallel, "digests": digests, "place": list(self._place())}
+            out += [{"probe": "_inputs", **row}] if drawn else []  # else made-up data, as of a benchmark
+        return out
+
+    def _place(self) -> tuple[str, int]:
+        """Return the line that takes the training's batches, else the one that calls the model."""
+        return next((of["at"] for of in self.loaders.values() if of["training"]), self.input_at)
+
+    def _same_epoch(self) -> Iterator[dict[str, Any]]:
+        for loader, of in {id(of["loader"]()): (of["loader"](), of) for of in self.loaders.values()}.values():
+            seen = self.epochs.get(id(getattr(loader, "sampler", None)))
+            if seen is None or not self.training(loader):
+                continue
+            passes = list(zip(seen["epochs"], seen["epochs"][1:], strict=False))
+            if passes and all(a[0] == b[0] and a[1] < b[1] for a, b in passes):
+                title = f"Each epoch has the same order: {len(passes) + 1} passes over the DistributedSampler had "
+                title += f"epoch {passes[0][0][0]}"
+                yield found("data", title, of["at"], "Call sampler.set_epoch(epoch) before each epoch")
+
+    def _workers(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        told: set[str] = set()
+        for one in left:
+            of = self.loaders[one["number"]]
+            loader = of["loader"]()
+            if loader is None:
+                continue
+            mates = [r for r in left if r["number"] == one["number"] and r["worker"] > one["worker"]]
+            earlier = [
+                r
+                for r in left
+                if r["number"] < one["number"]
+                and r["worker"] == one["worker"]
+                and self.loaders[r["number"]]["loader"]() is loader
+            ]
+            iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
+            same = [r for r in mates if r["batches"] == one["batches"] and len(set(r["batches"])) > 1]
+            if same and iterable and "data" not in told:
+                told.add("data")
+                title = f"The {loader.num_workers} workers yield the same samples: the data comes {len(same) + 1} times"
+                fix = "Share the samples out in __iter__, by torch.utils.data.get_worker_info()"
+                code = getattr(type(loader.dataset).__iter__, "__code__", None)
+                place = (code.co_filename, code.co_firstlineno) if code else of["at"]
+                yield found("data", title, place, fix, {"workers": len(same) + 1})
+            for others, when in ((mates, "in all workers"), (earlier, "in each epoch")):
+                for name in set(_repeated(one, others)) - told if self.training(loader) else ():
+                    told.add(name)
+                    yield self._same_numbers(name, when, loader, of["at"], 1 + len(others))
+
+    def _same_numbers(self, name: str, when: str, loader: Any, at: tuple[str, int], count: int) -> dict[str, Any]:
+        function = getattr(loader.worker_init_fn, "__code__", None)
+        if name.startswith("the ") and function is not None:
+            at = function.co_filename, function.co_firstlineno
+            fix = "Seed by torch.initial_seed() in worker_init_fn: it differs from worker to worker and epoch to epoch"
+        else:
+            at = self._assigned(name.rpartition(".")[2]) or at
+            fix = "Make the generator in the worker: seed it in worker_init_fn by torch.initial_seed()"
+        title = f"The random numbers of {name} are the same {when} (seen {count} times): each started from one state"
+        return found("data", title, at, fix, {"times": count})
+
+    def _assigned(self, name: str) -> tuple[str, int] | None:
+        """Return the first line that assigns to an attribute or a variable of this name."""
+        return next(((f, n.lineno) for f in self.scene.sources() for n, _ in assignments(f, name)), None)
+
+    def _growth(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if len(self.looks) < FEWEST_LOOKS:
+            return
+        half = len(self.looks) // 2
+        (_, first), (n_middle, middle), (n_last, last) = self.looks[0], self.looks[half], self.looks[-1]
+        late = [last[pid] - middle[pid] for pid in last]
+        steady = all(
+            sum(b[pid] > a[pid] for (_, a), (_, b) in zip(self.looks[half:], self.looks[half + 1 :], strict=False))
+            >= 0.7 * (len(self.looks) - half - 1)
+            for pid in last
+        )
+        mine = [row for row in left if row["pid"] in last and len(row.get("sizes", [])) > 1]
+        grown = {
+            name: (row["sizes"][0][name], n)
+            for row in mine
+            for name, n in row["sizes"][1].items()
+            if n > row["sizes"][0].get(name, n)
+        }
+        of = next((o for o in self.loaders.values() if o["training"]), None)
+        loader = of["loader"]() if of else None
+        enough = all(mb >= LEAK_MB / (4 if grown else 1) for mb in late)
+        total = [last[pid] - first[pid] for pid in last]
+        if loader is None or not (enough and steady) or sum(late) < HALF * sum(total) or n_last == n_middle:
+            return
+        per_batch = sum(late) / (n_last - n_middle)
+        if (
+            grown
+            and _bounded(loader, grown)
+            and per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
+        ):
+            return  # a cache of the data set, which fits
+        title = (
+            f"The memory of the {len(last)} loader workers grows by {1e3 * per_batch:.3g} MB in 1,000 batches together"
+        )
+        place, fix = of["at"], "Keep nothing from sample to sample in the dataset"
+        lists = [n for n, v in vars(loader.dataset).items() if isinstance(v, list | dict) and len(v) >= MANY_OBJECTS]
+        if grown:
+            name, (before, after) = max(grown.items(), key=lambda item: item[1][1])
+            title += f": {name} went from {before} to {after} entries"
+            place = self._grower(name.rpartition(".")[2]) or place
+        elif lists:
+            title += f": each worker copies the Python objects in {lists[0]} as it reads them (their reference counts)"
+            place, fix = self._assigned(lists[0]) or place, "Hold them as one array or tensor, not as Python objects"
+        numbers = {
+            "MB per 1000 batches": 1e3 * per_batch,
+            "MB per worker": sum(total) / len(total),
+            "looks": len(self.looks),
+        }
+        yield found("workers", title, place, fix, numbers)
+
+    def _grower(self, name: str) -> tuple[str, int] | None:
+        for file, call in self.scene.calls():
+            if getattr(call.func, "attr", "") in ("append", "extend", "add", "setdefault", "update"):
+                held = call.func.value
+                if getattr(held, "attr", getattr(held, "id", "")) == name:
+                    return file, call.lineno
+        by_item = ((f, n) for f in self.scene.sources() for n in ast.walk(parsed(f)) if isinstance(n, ast.Assign))
+        for file, node in by_item:
+            for t in node.targets:
+                if isinstance(t, ast.Subscript) and getattr(t.value, "attr", getattr(t.value, "id", "")) == name:
+                    return file, node.lineno
+        return None
+
+
+def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a finding if all ranks of a data-parallel training were given the same, changing batches."""
+    rows = [row for of in per_rank for row in of if row["probe"] == "_inputs"]
+    if len(rows) < 2 or len(rows) != len(per_rank) or not all(row["kind"] for row in rows):
+        return []
+    digests = [row["digests"] for row in rows]
+    if any(d != digests[0] for d in digests) or len(set(digests[0])) < 2:
+        return []
+    title = f"All {len(rows)} ranks train on the same batches ({len(digests[0])} of {len(digests[0])} compared)"
+    fix = "Give the loader a DistributedSampler, or seed the data by the rank"
+    return [found("data", title, tuple(rows[0]["place"]), fix, {"batches compared": len(digests[0])})]
+
+
+def _data_parallel(module: Any, torch: Any) -> str:
+    """Return how a model's ranks share the data; "" if they may be meant to see the same."""
+    kind = type(module).__name__
+    if kind == "OptimizedModule":
+        return _data_parallel(module._orig_mod, torch)
+    if kind == "DistributedDataParallel":
+        world = torch.distributed.get_world_size()
+        return "ddp" if len(torch.distributed.get_process_group_ranks(module.process_group)) == world else ""
+    if kind == "FullyShardedDataParallel" or any(k.__name__ == "FSDPModule" for k in type(module).__mro__):
+        meshes = {getattr(p, "device_mesh", None) for p in module.parameters()} - {None}
+        return "fsdp" if all(m.ndim == 1 and m.size() == torch.distributed.get_world_size() for m in meshes) else ""
+    return ""
+
+
+def _digest(tree: Any, torch: Any) -> int:
+    """Return a number that is the same for the same tensors."""
+    with torch.no_grad():
+        return zlib.crc32(repr([(list(t.shape), some(t).tolist()) for t in tensors_in(tree, torch)]).encode())
+
+
+def _private_mb(pid: int) -> float | None:
+    """Return what memory a process shares with no other, in MB; None if the system doesn't say."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(("Private_Dirty", "Swap:"))) / 1024
+
+
+def _held(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a dataset holds by name, two objects deep, and the variables that its functions can see."""
+    seen, level = set(), [("dataset", dataset)]
+    for _ in range(3):
+        following = []
+        for name, owner in level:
+            if id(owner) in seen or isinstance(owner, type | types.ModuleType):
+                continue
+            seen.add(id(owner))
+            for key, value in list(getattr(owner, "__dict__", {}).items()):
+                yield f"{name}.{key}", value
+                items = enumerate(value[:8]) if isinstance(value, list | tuple) else [("", value)]
+                following += [(f"{name}.{key}", v) for _, v in items if hasattr(v, "__dict__")]
+        level = following
+    function = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
+    for key, value in list(getattr(function, "__globals__", {}).items()):
+        yield key, value
+
+
+def _random_states(dataset: Any) -> dict[str, int]:
+    """Return a digest of each generator that a worker may draw from, by name."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules["torch"]
+    states: dict[str, Any] = {
+        "the module random": random.getstate(),
+        "the generator of PyTorch": torch.get_rng_state().tolist(),
+    }
+    if numpy is not None:
+        states["the module numpy.random"] = repr(numpy.random.get_state(legacy=False))
+    for name, value in _held(dataset):
+        if isinstance(value, random.Random):
+            states[name] = value.getstate()
+        elif isinstance(value, torch.Generator):
+            states[name] = value.get_state().tolist()
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            states[name] = repr(value.bit_generator.state)
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            states[name] = repr(value.get_state(legacy=False))
+    return {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
+
+
+def _sizes(dataset: Any) -> dict[str, int]:
+    """Return how many entries each list, dict and set has that a dataset holds."""
+    return {name: len(value) for name, value in _held(dataset) if isinstance(value, list | dict | set)}
+
+
+def _repeated(one: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the generators that began in the same state elsewhere, and that were used."""
+    before, after = one.get("before", {}), one.get("after", {})
+    for name, state in before.items():
+        if after.get(name) != state and any(r.get("before", {}).get(name) == state for r in others):
+            yield name
+
+
+def _bounded(loader: Any, grown: dict[str, tuple[int, int]]) -> bool:
+    """Return whether what grows may be a cache that ends with the data."""
+    try:
+        return (
+            all(isinstance(getattr(loader.dataset, n.partition(".")[2], None), dict) for n in grown) and len(loader) > 0
+        )
+    except TypeError:
+        return False
+
+
+def _batches(loader: Any) -> float:
+    """Of an epoch; of a stream nobody knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")

@@ -1,0 +1,338 @@
+"""Steps without effect: gradients, parameters and learning rates around a few calls of an optimizer's step."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+import weakref
+from typing import Any
+
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import Scene, around, local, looks_at, some
+
+HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
+"""Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
+FEWEST = 3
+"""Samples that must agree."""
+FROM_THE_START = 20
+"""Steps with learning rate 0 from the first one on; warm-ups begin with one or a few."""
+MOST = 16
+"""Tensors that are compared after the warm-up."""
+
+
+class Effect:
+    """Compare parameters before and after some steps."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.samples: dict[int, list[dict[str, Any]]] = {}
+        """By id of the optimizer."""
+        self.places: dict[int, tuple[str, int]] = {}
+        self.zero: dict[int, list[int]] = {}
+        """By optimizer: longest run of steps at learning rate 0, the current one, steps, first of the longest run."""
+        self.casts: list[tuple[weakref.ref, tuple[str, int]]] = []
+        """Modules that were put into 16 bits, and the lines that did so."""
+        self.moved_frozen: dict[int, str] = {}
+        self.missing: dict[str, Any] = {}
+        self.gone: set[int] = set()
+        """Optimizers whose gradients were there after backward and not at the step."""
+        self.had: set[int] = set()
+        self.before: list[tuple[Any, Any]] = []
+        self.canary: Any = None
+        self.stale, self.stale_at = 0, ("", 0)
+        self.nearest: Any = None
+        """The parameter that is nearest to the loss and used once; None if it is used more often."""
+
+    def install(self) -> None:
+        """Note which lines put a module into 16 bits."""
+        for name in ("to", "half", "bfloat16"):
+            self.scene.replace(self.scene.torch.nn.Module, name, self._casting)
+
+    def _casting(self, original: Any) -> Any:
+        half = self.scene.torch.bfloat16, self.scene.torch.float16
+
+        def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if original.__name__ != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
+                self.casts.append((weakref.ref(module), self.scene.line()))
+            return original(module, *args, **kwargs)
+
+        return cast
+
+    def before_backward(self, roots: Any) -> None:
+        """Find the parameter that is nearest to the loss."""
+        if self.scene.step == 2:
+            for loss in roots if isinstance(roots, list | tuple) else [roots]:
+                self.nearest = _nearest(getattr(loss, "grad_fn", None))
+
+    def after_backward(self, roots: Any) -> None:
+        """See whether there are gradients that a misplaced zero_grad() would remove."""
+        for key, optimizer in list(self.scene.optimizers.items()):
+            if looks_at(self.scene.steps_of[key] + 1) and _gradients(optimizer):
+                self.had.add(key)
+
+    def before_step(self, optimizer: Any, number: int) -> None:
+        """Keep some elements of each parameter."""
+        self.before = []
+        if not looks_at(number) or _skips(optimizer):
+            return
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        if number > 5:
+            parameters = parameters[:: len(parameters) // MOST + 1]
+        self.before = [(p, some(p).clone()) for p in parameters if not p.is_sparse]
+
+    def after_step(self, optimizer: Any, number: int) -> None:
+        """Compare them, and see the learning rate."""
+        key = id(optimizer)
+        rates = [g.get("lr") for g in optimizer.param_groups]
+        rates = [float(r) for r in rates if isinstance(r, int | float) or getattr(r, "is_cpu", False)]
+        if key not in self.places:
+            self.places[key] = self.scene.line()
+        if rates:
+            self._note_rate(key, max(rates), number)
+        if self.before:
+            self._compare(optimizer, number, max(rates, default=None))
+            if number in (3, 5):
+                self._look_for_missing(number)
+            self._look_at_autocast(self.before[0][0].device.type, number)
+        self.before = []
+        self.had.discard(key)
+
+    def _note_rate(self, key: int, rate: float, number: int) -> None:
+        of = self.zero.setdefault(key, [0, 0, 0, 0])
+        of[1] = of[1] + 1 if rate == 0 else 0
+        of[2] = number
+        if of[1] > of[0]:
+            of[0], of[3] = of[1], number - of[1] + 1
+
+    def _compare(self, optimizer: Any, number: int, rate: float | None) -> None:
+        torch, counts, dtypes, gradients = self.scene.torch, [], [], 0
+        for p, was in self.before:
+            changed = some(p) != was
+            if not p.requires_grad:
+                counts.append(changed.sum()), dtypes.append("frozen")
+                continue
+            if p.grad is None or p.grad.is_sparse or some(p.grad).shape != was.shape:
+                continue
+            gradients += 1
+            pushed = some(p.grad) != 0
+            counts += [pushed.sum(), (pushed & ~changed).sum(), (~torch.isfinite(some(p.grad))).sum()]
+            dtypes.append(str(p.dtype).removeprefix("torch."))
+        values = iter(torch.stack([c.float().cpu() for c in counts]).tolist() if counts else [])
+        sample: dict[str, Any] = {"rate": rate, "gradients": gradients, "of": len(self.before), "pushed": {}}
+        for dtype in dtypes:
+            if dtype == "frozen":
+                if next(values):
+                    self.moved_frozen.setdefault(id(optimizer), "")
+                continue
+            pushed, unchanged, infinite = next(values), next(values), next(values)
+            total = sample["pushed"].setdefault(dtype, [0, 0])
+            total[0], total[1] = total[0] + pushed, total[1] + unchanged
+            sample["infinite"] = sample.get("infinite", 0) + infinite
+        if not sample.get("infinite"):
+            self.samples.setdefault(id(optimizer), []).append(sample)
+        if not gradients and id(optimizer) in self.had:
+            self.gone.add(id(optimizer))
+
+    def _look_for_missing(self, number: int) -> None:
+        """Find parameters of the model that get gradients and that no optimizer has."""
+        scene = self.scene
+        if number == 3:
+            objects = gc.get_objects()
+            optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
+            held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+            roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
+            listed = {
+                id(p): p for r in scene.roots.values() for m in r.modules() for p in _in_plain_lists(m, scene.torch)
+            }
+            known = {id(p) for of in roots.values() for p in of}
+            hidden = [p for key, p in listed.items() if key not in known | held and _has_gradient(p)]
+            stale = [p for p in scene.parameters() if p.grad is None and p.requires_grad and id(p) not in known]
+            lacking: list[Any] = []
+            for of in roots.values():
+                free = [p for p in of if id(p) not in held and _has_gradient(p)]
+                trained = sum(p.numel() for p in of if id(p) in held and p.grad is not None)
+                if free and (stale or sum(p.numel() for p in free) <= trained):
+                    lacking += free
+            if self.nearest is not None and id(self.nearest) not in held | known:
+                modules = [m for m in objects if issubclass(type(m), scene.torch.nn.Module) and m.training]
+                last = [of for of in map(list, (m.parameters() for m in modules)) if any(p is self.nearest for p in of)]
+                if last and not any(id(p) in held for p in max(last, key=len)):
+                    lacking += [p for p in max(last, key=len) if _has_gradient(p)]
+            self.nearest = None
+            both = list({id(p): p for p in (*hidden, *lacking)}.values())
+            copies = [(p, some(p).clone()) for p in both]
+            self.missing = {"copies": copies, "hidden": bool(hidden), "stale": len(stale)}
+        elif self.missing.get("copies"):
+            same = [p for p, was in self.missing["copies"] if bool((some(p) == was).all()) and p.grad is not None]
+            self.missing |= {"copies": [], "names": [scene.name_of(p) for p in same]}
+
+    def _look_at_autocast(self, device: str, number: int) -> None:
+        """Try whether a weight's copy in 16 bits outlives a step: that of a weight of our own, which we change."""
+        torch = self.scene.torch
+        if number > 5 or not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
+            return
+        if self.canary is None:
+            self.canary = [torch.ones(4, 4, device=device, requires_grad=True), None]
+        weight, last = self.canary
+        with torch.enable_grad():
+            now = torch.mm(weight, weight).detach()
+        if last is not None and bool((now == last).all()):
+            self.stale += 1
+            for frame in self.scene.frames():
+                for block in around(frame.f_code.co_filename, frame.f_lineno, (ast.With, ast.AsyncWith)):
+                    if any("autocast" in ast.unparse(item) for item in block.items):
+                        self.stale_at = self.stale_at if self.stale_at[0] else (frame.f_code.co_filename, block.lineno)
+        self.canary[1] = now
+        with torch.no_grad():
+            weight.add_(1)
+
+    # Findings
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return what these samples show."""
+        out = self._zero_rates() + self._missing()
+        for key, samples in self.samples.items():
+            place = self.places.get(key, ("", 0))
+            used = [s for s in samples if s["rate"] is None or s["rate"] > 0]
+            if len(used) < FEWEST or key not in self.scene.optimizers:
+                continue
+            without = sum(not s["gradients"] or not any(n for n, _ in s["pushed"].values()) for s in used)
+            if without >= FEWEST and without >= 0.8 * len(used):
+                out += self._no_gradients(key, place, used)
+            else:
+                out += self._unchanged(key, place, used)
+            if key in self.moved_frozen and not self._by_others(key):
+                title = (
+                    "Parameters with requires_grad=False change at each step: the optimizer still has their gradient"
+                )
+                fix = "Freeze with p.grad = None as well, or give the optimizer the other parameters only"
+                out.append(found("effect", title, place, fix))
+        if self.stale >= 2:
+            title = "The model computes with old weights: its autocast block was not left since an earlier step, and "
+            title += "autocast keeps a copy of each weight until the block ends"
+            fix = "Open `with torch.autocast(...)` around forward and loss in each step, not around the loop"
+            place = self.stale_at if self.stale_at[0] else next(iter(self.places.values()), ("", 0))
+            out.append(found("effect", title, place, fix, {"steps with a stale copy": self.stale}))
+        return out
+
+    def _by_others(self, key: int) -> bool:
+        """Return whether this step isn't PyTorch's own: its rounding and its rules are not known."""
+        step = type(self.scene.optimizers[key]).step
+        code = getattr(step, "__wrapped__", step)
+        module = getattr(code, "__module__", "")
+        return not module.startswith("torch.optim.") or module.endswith("lbfgs")
+
+    def _no_gradients(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        numbers = {"samples": len(used), "tensors": used[0]["of"]}
+        if key in self.gone:
+            title = "step() changes nothing: the gradients are there after backward() and gone at step()"
+            fix = "Move zero_grad() out from between backward() and step()"
+            return [found("effect", title, place, fix, numbers)]
+        if len(self.scene.optimizers) > 1 or self._by_others(key):
+            return []  # one of several may wait for its phase of the training
+        none = not any(s["gradients"] for s in used)
+        tensors = f"{used[0]['of']} tensors of the optimizer"
+        title = "step() changes nothing: "
+        title += f"no gradient reaches any of the {tensors}" if none else f"the gradients of all {tensors} are 0"
+        fix = (
+            "Make the optimizer of the parameters of the model that is called, and keep detach(), .data and no_grad() "
+        )
+        return [found("effect", title, place, fix + "out of the path to the loss", numbers)]
+
+    def _unchanged(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rates = [s["rate"] for s in used if s["rate"] is not None]
+        if self._by_others(key) or (rates and max(rates[-1], rates[len(rates) // 2]) > rates[0]):
+            return []  # rounding that isn't known, or a warm-up
+        for dtype in sorted({d for s in used for d in s["pushed"]}):
+            pushed = sum(s["pushed"].get(dtype, (0, 0))[0] for s in used)
+            unchanged = sum(s["pushed"].get(dtype, (0, 0))[1] for s in used)
+            half = dtype in ("bfloat16", "float16")
+            if not pushed or unchanged < (HALF_UNCHANGED if half else UNCHANGED) * pushed:
+                continue
+            share = f"{100 * unchanged / pushed:.0f} %"
+            numbers = {"share unchanged": unchanged / pushed, "samples": len(used), "learning rate": rates[-1:]}
+            rate = f" at learning rate {rates[-1]:.3g}" if rates else ""
+            short = "BF16" if dtype == "bfloat16" else "FP16" if half else dtype
+            title = f"A step leaves {share} of the {short} weights that have a gradient exactly as they were{rate}"
+            title += ": the updates are smaller than half a step of the format and are rounded away"
+            if half:
+                fix = "Keep the parameters in FP32, without this cast, and compute under torch.autocast"
+                return [found("effect", title, self._cast_of(key) or place, fix, numbers)]
+            return [found("effect", title, place, "Raise the learning rate", numbers)]
+        return []
+
+    def _cast_of(self, key: int) -> tuple[str, int] | None:
+        """Return the last line that put a model of this optimizer into 16 bits."""
+        mine = {id(p) for g in self.scene.optimizers[key].param_groups for p in g["params"]}
+        modules = [(ref(), place) for ref, place in reversed(self.casts) if place[0]]
+        return next((at for m, at in modules if m is not None and any(id(p) in mine for p in m.parameters())), None)
+
+    def _zero_rates(self) -> list[dict[str, Any]]:
+        if not self.zero or any(of[0] < (FEWEST if of[3] > 1 else FROM_THE_START) for of in self.zero.values()):
+            return []
+        longest, _, _, first = max(self.zero.values())
+        title = f"The learning rate is 0 from step {first} on, for {longest} of the steps seen: they change nothing"
+        fix = "Make the schedule as long as the training, in steps of the optimizer, and look at its warm-up"
+        place = next(iter(self.places.values()), ("", 0))
+        return [found("effect", title, place, fix, {"first step": first, "steps": longest})]
+
+    def _missing(self) -> list[dict[str, Any]]:
+        names = self.missing.get("names")
+        if not names:
+            return []
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        tensors = f"{len(names)} parameter tensor{'s' * (len(names) > 1)}"
+        title = f"{tensors} with a gradient belong to no optimizer and never change: {listed}"
+        if self.missing["hidden"]:
+            fix = "Put the layers into an nn.ModuleList: a plain list hides them from model.parameters()"
+        else:
+            fix = "Make the optimizer after the last change of the model, of all its parameters"
+        return [found("effect", title, self._optimizer_line(), fix, {"tensors": len(names)})]
+
+    def _optimizer_line(self) -> tuple[str, int]:
+        """Return the line that makes the optimizer, if there is one such line."""
+        kinds = {type(o).__name__ for o in self.scene.optimizers.values()}
+        made = [(f, c.lineno) for f, c in self.scene.calls() if ast.unparse(c.func).rpartition(".")[2] in kinds]
+        made = [(f, n) for f, n in made if linecache.getline(f, n)]
+        return made[0] if len(made) == 1 else next(iter(self.places.values()), ("", 0))
+
+
+def _gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+
+
+def _nearest(node: Any) -> Any:
+    """Return the first parameter on the way back from a loss; None if the graph uses it more than once."""
+    level, first, uses = [node], None, 0
+    for _ in range(2_000):
+        if not level:
+            break
+        here = level.pop(0)
+        for child, _ in here.next_functions if here is not None else ():
+            if hasattr(child, "variable"):
+                first = child if first is None else first
+                uses += child is first
+            elif child is not None:
+                level.append(child)
+    return first.variable if uses == 1 else None
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.requires_grad and parameter.grad is not None and bool((some(parameter.grad) != 0).any())
+
+
+def _skips(optimizer: Any) -> bool:
+    """Return whether a loss scaler has told a fused optimizer to skip this step."""
+    infinite = getattr(optimizer, "found_inf", None)
+    return infinite is not None and bool(local(infinite).item())
+
+
+def _in_plain_lists(module: Any, torch: Any) -> list[Any]:
+    """Return the parameters of modules that an attribute holds in a list, a tuple or a dict."""
+    out: list[Any] = []
+    for value in vars(module).values():
+        if isinstance(value, list | tuple | dict) and value:
+            items = value.values() if isinstance(value, dict) else value
+            out += [p for m in items if isinstance(m, torch.nn.Module) for p in m.parameters()]
+    return out

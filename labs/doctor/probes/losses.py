@@ -1,0 +1,304 @@
+"""Shapes that are broadcast in a loss, micro-batches that are averaged without their sizes, and PyTorch's warnings.
+
+Both probes read the graph that backward() is about to walk: it holds the shapes, the divisors and the ignored targets,
+whatever library or compiler called the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import Scene, looks_at
+from labs.kit import _compat
+
+DEEPEST, MOST_NODES = 24, 120
+THROUGH = frozenset(
+    "ViewBackward0 UnsafeViewBackward0 ReshapeAliasBackward0 SqueezeBackward0 SqueezeBackward1 ToCopyBackward0 "
+    "CloneBackward0 AliasBackward0 NegBackward0 UnsqueezeBackward0".split()
+)
+JOINS = frozenset("AddBackward0 SubBackward0".split())
+ELEMENTWISE = THROUGH - {"UnsqueezeBackward0"} | frozenset(
+    "AddBackward0 SubBackward0 MulBackward0 DivBackward0 PowBackward0 AbsBackward0 SquareBackward0 SqrtBackward0 "
+    "ExpBackward0 LogBackward0 Log1PBackward0 ClampBackward0 ClampBackward1 ClampMinBackward0 WhereBackward0 "
+    "ReluBackward0 MeanBackward0 SumBackward0 ExpandBackward0 MseLossBackward0 SmoothL1LossBackward0 "
+    "HuberLossBackward0 SoftplusBackward0 LogSigmoidBackward0 CoshBackward0 SoftMarginLossBackward0 KlDivBackward0 "
+    "BinaryCrossEntropyBackward0 BinaryCrossEntropyWithLogitsBackward0 XlogyBackward0".split()
+)
+REDUCING = frozenset(
+    "NllLossBackward0 NllLoss2DBackward0 MseLossBackward0 SmoothL1LossBackward0 HuberLossBackward0 KlDivBackward0 "
+    "BinaryCrossEntropyBackward0 BinaryCrossEntropyWithLogitsBackward0 SoftMarginLossBackward0".split()
+)
+OPERATORS = "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ sub add mul div".split()
+LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss "
+    "hinge_embedding_loss margin_ranking_loss binary_cross_entropy binary_cross_entropy_with_logits"
+).split()
+UNEQUAL, FEWEST = 1.25, 3
+"""Ratio of the largest and smallest weight of a token in a step; steps that must show it."""
+SIZES = re.compile(r"target size \(torch.Size\(\[([\d, ]*)\]\)\).*input size \(torch.Size\(\[([\d, ]*)\]\)\)")
+SERIOUS = {
+    "an autograd kernel was not registered": "No gradient flows back through this collective: use "
+    "torch.distributed.nn.functional, or keep collectives out of the loss",
+    "None of the inputs have requires_grad=True": "This checkpointed part gets no gradient: use_reentrant=False",
+    "that is not a leaf Tensor is being accessed": "Its .grad is always None: call retain_grad(), or read a leaf",
+}
+"""Parts of warnings that mean that training is wrong, and the fix."""
+QUIET = ("pin_memory", "num_workers", "lr_scheduler.step", "deprecat", "FutureWarning", "beta")
+"""Parts of warnings that don't deserve a line of the page."""
+
+
+def pairs(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Return whether two tensors with as many elements are broadcast to more: each element meets several others."""
+    longest = max(len(a), len(b))
+    wide = [max(x, y) for x, y in zip((1,) * (longest - len(a)) + a, (1,) * (longest - len(b)) + b, strict=True)]
+    return math.prod(a) == math.prod(b) > 1 and math.prod(wide) > math.prod(a)
+
+
+class Losses:
+    """Read the graphs of some steps."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.suspects = 0
+        self.undo: ExitStack | None = None
+        self.shapes: list[dict[str, Any]] = []
+        self.window: list[tuple[tuple[str, int], dict[tuple, tuple[float, float]]]] = []
+        self.ratios: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+        """By line of backward: of each step ratio of the weights, fewest and most terms."""
+
+    def before_backward(self, roots: Any) -> None:
+        """Look at the graphs of these losses."""
+        if not looks_at(self.scene.step + 1):
+            return
+        for loss in roots if isinstance(roots, list | tuple) else [roots]:
+            node = getattr(loss, "grad_fn", None)
+            if node is None:
+                continue
+            if not self.shapes and self.undo is None:
+                self.suspects += any(self._squared(child, of) for child, of in _edges(node))
+            with self.scene.torch.no_grad():
+                weights = dict(self._weights(node, 1.0, (), DEEPEST))
+            if weights and len(self.window) < 256:
+                self.window.append((self.scene.line(), weights))
+
+    def before_step(self, optimizer: Any, number: int) -> None:
+        """Compare the micro-batches of this step."""
+        by_line: dict[tuple[str, int], list[dict[tuple, tuple[float, float]]]] = {}
+        for line, weights in self.window:
+            by_line.setdefault(line, []).append(weights)
+        self.window = []
+        for line, of in by_line.items():
+            for path in of[0]:
+                seen = [w[path] for w in of if path in w]
+                if len(seen) > 1:
+                    each, terms = zip(*seen, strict=True)
+                    ratio = max(each) / min(each)
+                    self.ratios.setdefault(line, []).append((ratio, min(terms), max(terms)))
+
+    def after_step(self, optimizer: Any, number: int) -> None:
+        """Watch the next step's arithmetic if this one's graph is suspicious, to find the line."""
+        if self.undo is not None:
+            self.undo.close()
+            self.undo = None
+        elif self.suspects and not self.shapes and looks_at(self.scene.step + 1) and not _compat.compiled_graphs():
+            self._watch()
+        self.suspects = 0
+
+    def resumed(self) -> None:
+        """Forget what a counterfactual has cut in two."""
+        self.window = []
+
+    # Shapes
+
+    def _squared(self, child: Any, of: Any) -> bool:
+        """Return whether an operation makes n x n values of the n that the model gave."""
+        inner, outer = _shape(child), _shape(of)
+        if inner is None or outer is None or child.name() in ("UnsqueezeBackward0", "torch::autograd::AccumulateGrad"):
+            return False
+        few, many = math.prod(inner), math.prod(outer)
+        return few > 1 and (many == few**2 or many**2 == few**3)
+
+    def _watch(self) -> None:
+        torch, self.undo = self.scene.torch, ExitStack()
+        owners = [(torch.Tensor, name) for name in OPERATORS] + [(torch.nn.functional, name) for name in LOSSES]
+        for owner, name in [*owners, (torch, "broadcast_tensors"), (torch, "sub"), (torch, "mul")]:
+            original = getattr(owner, name)
+            own = name in vars(owner)
+            setattr(owner, name, self._checked(original, name))
+            self.undo.callback(setattr, owner, name, original) if own else self.undo.callback(delattr, owner, name)
+
+    def _checked(self, original: Any, name: str) -> Any:
+        loss = name in LOSSES or name == "broadcast_tensors"
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.scene.away():
+                tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, self.scene.torch.Tensor)]
+                self._check(tensors, loss, name, kwargs.get("reduction"), sys._getframe(1))
+            return original(*args, **kwargs)
+
+        return call
+
+    def _check(self, tensors: list[Any], loss: bool, name: str, reduction: str | None, frame: Any) -> None:
+        for other in tensors[1:]:
+            a, b = (tuple(t.shape) for t in (tensors[0], other))
+            one = tensors[0].requires_grad != other.requires_grad
+            if not pairs(a, b) or not (one or loss) or (len(a) == len(b) and not (loss and reduction != "none")):
+                continue
+            place = self.scene.line(frame)
+            called = name if loss and name != "broadcast_tensors" else "this line"
+            self._note(a, b, called, place)
+
+    def _note(self, a: tuple[int, ...], b: tuple[int, ...], called: str, place: tuple[str, int]) -> None:
+        title = f"{called} broadcasts {a} against {b}: each value is compared with every other, {math.prod(a)} x "
+        title += f"{math.prod(b)} pairs" if len(a) < 3 and len(b) < 3 else "several targets"
+        fix = "Give both the same shape: squeeze(-1) on the longer one or unsqueeze(-1) on the other"
+        row = found("shapes", title, place, fix, {"shapes": [list(a), list(b)]})
+        meant = re.search(r"unsqueeze|\bNone\b", row["source line"])  # pairs on purpose
+        if not meant and row["file"] and all((row["file"], row["line"]) != (r["file"], r["line"]) for r in self.shapes):
+            self.shapes.append(row)
+
+    def warned(self, message: str, place: tuple[str, int]) -> bool:
+        """Return whether a warning of PyTorch's was about such shapes."""
+        if (sizes := SIZES.search(message)) is None:
+            return False
+        target, given = (tuple(int(n) for n in part.split(",") if n.strip()) for part in sizes.groups())
+        if pairs(given, target):
+            self._note(given, target, "The loss", place)
+        return bool(self.shapes)
+
+    # Accumulation
+
+    def _weights(self, node: Any, factor: float, path: tuple, deep: int) -> Iterator[tuple[tuple, tuple[float, float]]]:
+        """Yield what each term of the losses below a node weighs, and how many terms there are."""
+        if node is None or not deep:
+            return
+        name, nexts = node.name(), [child for child, _ in node.next_functions]
+        path = (*path, name)
+        if name in THROUGH:
+            yield from self._weights(nexts[0], factor, path, deep - 1)
+        elif name in JOINS:
+            for i, child in enumerate(nexts):
+                yield from self._weights(child, factor, (*path, i), deep - 1)
+        elif name in ("MulBackward0", "DivBackward0"):
+            first = nexts[0] is not None
+            if len([n for n in nexts if n is not None]) != 1:
+                return
+            other = node._saved_other if first or name == "DivBackward0" else node._saved_self
+            if other is not None and other.numel() == 1 and not (name == "DivBackward0" and not first):
+                by = float(other)
+                if by and math.isfinite(by):
+                    factor = abs(factor * by if name == "MulBackward0" else factor / by)
+                    yield from self._weights(nexts[0] if first else nexts[1], factor, path, deep - 1)
+        elif name == "SumBackward0":
+            yield path, (factor, float(math.prod(node._saved_self_sym_sizes)))
+        elif name == "MeanBackward0":
+            terms = _terms(tuple(node._saved_self_sym_sizes))
+            if terms:
+                yield path, (factor / terms, terms)
+        elif name in REDUCING and getattr(node, "_saved_reduction", 0):
+            terms = self._terms_of(node, name)
+            if terms:
+                yield path, (factor / terms if node._saved_reduction == 1 else factor, terms)
+
+    def _terms_of(self, node: Any, name: str) -> float:
+        if not name.startswith("NllLoss"):
+            return _terms(tuple(node._saved_self.shape))
+        ignored = node._saved_ignore_index
+        return float((node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)).sum())
+
+    # Findings
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return both kinds."""
+        out = list(self.shapes)
+        for place, steps in self.ratios.items():
+            unequal = [(low, high) for ratio, low, high in steps if ratio >= UNEQUAL]
+            if len(unequal) < FEWEST or 2 * len(unequal) < len(steps):
+                continue
+            low, high = min(n for n, _ in unequal), max(n for _, n in unequal)
+            ratio = statistics.median(r for r, _, _ in steps)
+            title = f"Micro-batches with {low:.0f} to {high:.0f} trained terms count the same in a step: a term of the "
+            title += f"smallest weighs {ratio:.2g} times one of the largest (median)"
+            fix = "Sum the losses (reduction='sum') and divide once by the number of terms in the whole step"
+            numbers = {"fewest terms": low, "most terms": high, "median ratio": ratio, "steps": len(steps)}
+            out.append(found("accumulation", title, place, fix, numbers))
+        return out
+
+
+def _terms(shape: tuple[int, ...]) -> float:
+    """Return how many samples or tokens a mean is of: pixels of differently sized images don't count."""
+    return float(math.prod(shape) if len(shape) < 3 else shape[0])
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(metadata[0].shape) if metadata and len(metadata) == 1 and metadata[0] is not None else None
+
+
+def _edges(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (operand, operation) pairs of the arithmetic right below a loss."""
+    level, seen = [root], 0
+    while level and seen < MOST_NODES:
+        node = level.pop(0)
+        if node.name() not in ELEMENTWISE:
+            continue
+        for child, _ in node.next_functions:
+            seen += 1
+            if child is not None:
+                yield child, node
+                level.append(child)
+
+
+class Warnings:
+    """Keep what PyTorch warns of, with the script's line; Python goes on showing it."""
+
+    def __init__(self, scene: Scene, losses: Losses) -> None:
+        self.scene, self.losses = scene, losses
+        self.seen: dict[tuple[str, int, str], str] = {}
+
+    def install(self) -> None:
+        """Take part in how warnings are shown."""
+        self.scene.replace(warnings, "showwarning", self._showing)
+
+    def _showing(self, original: Any) -> Any:
+        def show(message: Any, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> Any:
+            if not self.scene.away() and len(self.seen) < 50:
+                self._note(str(message), filename, sys._getframe(1))
+            return original(message, category, filename, lineno, *args, **kwargs)
+
+        return show
+
+    def _note(self, message: str, filename: str, frame: Any) -> None:
+        if "Triggered internally" not in message and not self._by_torch(filename, frame):
+            return
+        text = " ".join(message.partition("(Triggered internally")[0].split())
+        place = self.scene.line(frame)
+        if not self.losses.warned(text, place):
+            self.seen.setdefault((*place, text[:80]), text)
+
+    def _by_torch(self, filename: str, frame: Any) -> bool:
+        while frame is not None and frame.f_code.co_filename == warnings.__file__:
+            frame = frame.f_back
+        files = (filename, frame.f_code.co_filename if frame is not None else "")
+        return any("/torch/" in f.replace("\\", "/") for f in files)
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return the serious ones as wrong, others as they were said."""
+        out = []
+        for (file, line, _), text in self.seen.items():
+            fix = next((fix for part, fix in SERIOUS.items() if part in text), "")
+            short = text if len(text) <= 300 else text[:297] + "..."
+            if fix or not any(part in text for part in QUIET):
+                title = f'PyTorch warned: "{short.rstrip(".")}"'
+                out.append(found("warning", title, (file, line), fix, wrong=bool(fix)))
+        return out

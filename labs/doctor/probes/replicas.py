@@ -1,0 +1,227 @@
+"""Ranks that train different models: their weights, who exchanged gradients, and which line went past DDP."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import Scene, some
+from labs.kit import _compat
+
+AT = (0, 1, 3, 7)
+"""Optimizer steps after which weights are compared, right before the next one: wrappers have sent theirs by then."""
+SAME = 1e-6
+"""Relative difference of sums up to which weights are the same: where ranks exchange, they are so bit by bit."""
+LARGE = 1024
+"""Elements: less is a metric, not weights or gradients."""
+EXCHANGES = "all_reduce broadcast all_gather all_gather_into_tensor reduce reduce_scatter reduce_scatter_tensor".split()
+POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
+OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
+"""Words in a script that exchanges in ways of its own."""
+BIG = 0.25
+"""Of all weights: who sends as many elements at once sends weights."""
+
+
+class Replicas:
+    """Digest the weights that are meant to be the same on all ranks."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.ddp: list[weakref.ref] = []
+        self.digests: dict[str, list[list[float]]] = {}
+        self.shapes: list[list[int]] = []
+        self.bypass: tuple[str, int] | None = None
+        self.forward_at = self.backward_at = self.exchange_at = ("", 0)
+        self.backwards = self.synced = self.through_ddp = 0
+        self.large = self.weights = self.point_to_point = self.any = False
+        self.reduced: set[int] = set()
+        self.fsdp = False
+        self.rank, self.group = 0, [0]
+
+    def install(self) -> None:
+        """See which models are wrapped, and what the script itself sends."""
+        dist = self.scene.torch.distributed
+        self.scene.replace(self.scene.torch.nn.parallel.DistributedDataParallel, "__init__", self._wrapping)
+        if dist.is_available():
+            for name in (*EXCHANGES, *POINT_TO_POINT):
+                if hasattr(dist, name):
+                    self.scene.replace(dist, name, self._sending)
+
+    def _wrapping(self, original: Any) -> Any:
+        def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            original(ddp, *args, **kwargs)
+            self.ddp.append(weakref.ref(ddp))
+
+        return init
+
+    def _sending(self, original: Any) -> Any:
+        name = original.__name__
+
+        def send(*args: Any, **kwargs: Any) -> Any:
+            if self.scene.step and not self.scene.away():
+                self._note(name, [*args, *kwargs.values()])
+            return original(*args, **kwargs)
+
+        return send
+
+    def _note(self, name: str, given: list[Any]) -> None:
+        self.any = True
+        self.point_to_point = self.point_to_point or name in POINT_TO_POINT
+        tensors = [t for a in given for t in (a if isinstance(a, list) else [a]) if hasattr(t, "numel")]
+        parameters = self.scene.parameters()
+        grads = {p.grad.data_ptr() for p in parameters if p.grad is not None}
+        pointers = {t.data_ptr() for t in tensors if t.numel()}
+        if name == "all_reduce" and pointers and pointers <= grads:
+            self.reduced |= pointers
+            self.exchange_at = self.scene.line()
+        elif any(t.numel() > LARGE for t in tensors):
+            self.large = True
+            all_of_it = sum(p.numel() for p in parameters)
+            big = name in ("all_reduce", "broadcast") and any(t.numel() > BIG * all_of_it for t in tensors)
+            self.weights = self.weights or big or bool(pointers & {p.data_ptr() for p in parameters})
+
+    def wrapped(self) -> list[Any]:
+        """Return the DDP modules that are alive, in the order in which they were made."""
+        return [m for m in (ref() for ref in self.ddp) if m is not None and hasattr(m, "module")]
+
+    def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> None:
+        """See whether a model is called past the DDP that holds it."""
+        if not training or again:
+            return
+        self.forward_at = self.scene.line()
+        inner = {id(m.module) for m in self.wrapped()}
+        if id(getattr(module, "_orig_mod", module)) in inner and self.bypass is None:
+            self.bypass = self.forward_at
+        self.through_ddp += type(module).__name__ == "DistributedDataParallel"
+
+    def before_backward(self, roots: Any) -> None:
+        """Count passes in which DDP exchanges gradients."""
+        wrapped = self.wrapped()
+        self.backwards += 1
+        self.synced += any(m.require_backward_grad_sync for m in wrapped)
+        if not self.backward_at[0]:
+            self.backward_at = self.scene.line()
+
+    def before_step(self, optimizer: Any, number: int) -> None:
+        """Take the sums."""
+        if self.scene.step not in AT or not _ranks(self.scene.torch):
+            return
+        parameters = self._compared()
+        torch = self.scene.torch
+        with torch.no_grad():
+            parts = [some(p).double() for p in parameters]
+            sums = [torch.stack([x.sum(), x.abs().sum()]).cpu() for x in parts]
+        self.digests[str(self.scene.step)] = [s.tolist() for s in sums]
+        self.shapes = [list(p.shape) for p in parameters]
+        wrapped, dist = self.wrapped(), torch.distributed
+        self.rank = dist.get_rank()  # now: a script leaves its group before it ends
+        self.group = [*range(dist.get_world_size())]
+        if wrapped:
+            self.group = dist.get_process_group_ranks(wrapped[0].process_group)
+
+    def _compared(self) -> list[Any]:
+        out = []
+        for m in self.wrapped():
+            ignored = getattr(m, "parameters_to_ignore", ())
+            out += [p for name, p in m.module.named_parameters() if name not in ignored]
+        out = out or self.scene.parameters()
+        self.fsdp = self.fsdp or any(hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in out)
+        return [p for p in out if not p.is_sparse]
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return what this rank knows; `compare` decides."""
+        if not self.digests:
+            return []
+        wrapped = self.wrapped()
+        hooks = str([_compat.comm_hooks(m) for m in wrapped]).lower()
+        grads = sum(p.grad is not None for p in self.scene.parameters())
+        text = self.scene.text()
+        others = self.large or self.point_to_point or any(word in text for word in OTHERS)
+        row = {
+            "rank": self.rank,
+            "group": self.group,
+            "ddp": bool(wrapped),
+            "digests": self.digests,
+            "shapes": self.shapes,
+            "bypass": self.bypass,
+            "through": self.through_ddp,
+            "places": [self.forward_at, self.backward_at, self.exchange_at],
+            "unsynced": bool(wrapped) and self.backwards > 0 and not self.synced,
+            "by hand": self.fsdp or self.weights or "local" in hooks or (others and not wrapped),
+            "averages": any(word in text for word in ("all_reduce", "averag")),
+            "cooperate": self.any or "DistributedSampler" in text,
+            "reduced": len(self.reduced) / grads if grads else 0.0,
+        }
+        return [{"probe": "_replicas", **row}]
+
+
+def _ranks(torch: Any) -> int:
+    """Return the number of ranks if there are several, else 0."""
+    dist = torch.distributed
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.get_world_size() if several else 0
+
+
+def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what the digests of the ranks of one group show."""
+    rows = [row for of in per_rank for row in of if row["probe"] == "_replicas"]
+    rows = [row for row in rows if row["rank"] in rows[0]["group"]] if rows else []
+    if len(rows) < 2 or any(row["shapes"] != rows[0]["shapes"] or row["ddp"] != rows[0]["ddp"] for row in rows):
+        return []
+    if any(row["by hand"] for row in rows):
+        return []
+    apart = {number: _apart([row["digests"].get(number) for row in rows]) for number in rows[0]["digests"]}
+    later = [n for n in apart if n != "0" and apart[n] and apart[n][0]]
+    if not later or apart.get("0") is None:
+        return []
+    different, of, most = apart[later[-1]][0], len(rows[0]["shapes"]), max(apart[n][1] for n in later)
+    numbers = {"tensors that differ": different, "tensors": of, "after step": int(later[-1]), "relative": most}
+    seen = f"{different} of {of} parameter tensors differ between ranks after step {later[-1]}"
+    first = next((row for row in rows if row["bypass"]), rows[0])
+    start_differs = bool(apart["0"][0])
+    forward_at, backward_at, exchange_at = (tuple(place) for place in first["places"])
+    if not first["ddp"]:
+        if first["reduced"] >= 0.9:
+            title = f"The ranks train different models though they average gradients: {seen}"
+            fix = (
+                "Broadcast the weights from rank 0 before the first step" if start_differs else "Average before step()"
+            )
+            return [found("replicas", title, exchange_at, fix, numbers)]
+        if first["reduced"] or start_differs or not first["cooperate"]:
+            return []
+        title = f"The ranks train different models, because they exchange no gradients: {seen}"
+        return [found("replicas", title, forward_at, "Wrap the model: model = DistributedDataParallel(model)", numbers)]
+    if first["bypass"]:
+        title = "The ranks train different models: this line calls the module inside DistributedDataParallel, so no "
+        fix = "Call the DistributedDataParallel model itself: its forward() prepares the exchange of gradients"
+        return [found("replicas", f"{title}gradients are exchanged ({seen})", tuple(first["bypass"]), fix, numbers)]
+    if first["unsynced"]:
+        if first["averages"]:
+            return []
+        title = f"The ranks train different models: every backward pass ran under no_sync() ({seen})"
+        fix = "Leave no_sync() for the last micro-batch of each step"
+        return [found("replicas", title, backward_at, fix, numbers)]
+    if start_differs:
+        title = f"The ranks train different models: their weights differ before the first step ({seen})"
+        fix = "Load or change weights on all ranks alike, before DistributedDataParallel wraps the model"
+        return [found("replicas", title, forward_at, fix, numbers)]
+    title = f"The ranks train different models although DistributedDataParallel wraps them: {seen}"
+    fix = "Call the wrapped model in each forward pass, not a method of model.module, and step alike on all ranks"
+    place = forward_at if first["through"] else backward_at
+    return [found("replicas", title, place, fix, numbers)]
+
+
+def _apart(digests: list[list[list[float]] | None]) -> tuple[int, float] | None:
+    """Return how many tensors differ between ranks, and by how much at most; None if a rank has no digest."""
+    if any(d is None or len(d) != len(digests[0]) for d in digests):
+        return None
+    different, most = 0, 0.0
+    for of in zip(*digests, strict=True):
+        size = max(abs(s[1]) for s in of)
+        gap = max(max(s[i] for s in of) - min(s[i] for s in of) for i in (0, 1))
+        if math.isfinite(gap) and gap > SAME * size:
+            different, most = different + 1, max(most, gap / size)
+    return different, most

@@ -1,0 +1,283 @@
+"""Checkpoints that lack part of the training, and "best" weights that are the live ones."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import re
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import WARM_UP, Scene, assignments, function_text, looks_at, name_in, parsed
+from labs.doctor.probes.schedules import Schedules, optimizer_of
+
+NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
+PLACE_IN_TRAINING = re.compile(r"epoch|step|iter", re.I)
+RESUMES = re.compile(r"torch\.load\(")
+WINDS_FORWARD = re.compile(r"last_epoch\s*=|for .*range\(.*:\s*\n?\s*\w*sched\w*\.step\(")
+MOST_SAVES, RECENT, MOST_HELD = 3, 20, 3_000
+BY_STEP = re.compile(r"step|epoch|iter|rank|idx|\bi\b")
+
+
+class Saving:
+    """Look into what torch.save is given, and at state dicts that live on."""
+
+    def __init__(self, scene: Scene, schedules: Schedules) -> None:
+        self.scene, self.schedules = scene, schedules
+        self.saves: dict[int, dict[str, Any]] = {}
+        """By step: kinds of state that were saved, and the line."""
+        self.taken: dict[int, dict[str, Any]] = {}
+        """By id of a state dict: since which step there is one, and its line."""
+        self.seen: dict[tuple[int, str], int] = {}
+        self.aliases: list[dict[str, Any]] = []
+        self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        """Latest steps, and whose they were."""
+        self.scheduler_names: set[str] = set()
+        self.scalers: list[weakref.ref] = []
+
+    def install(self) -> None:
+        """Replace torch.save and both ends of a state dict."""
+        torch = self.scene.torch
+        self.scene.replace(torch, "save", self._saving)
+        self.scene.replace(torch.nn.Module, "state_dict", self._taking)
+        self.scene.replace(torch.nn.Module, "load_state_dict", self._loading)
+
+    # Aliases
+
+    def _taking(self, original: Any) -> Any:
+        def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            state = original(module, *args, **kwargs)
+            if not args and "destination" not in kwargs and not self.scene.away() and hasattr(state, "_metadata"):
+                line = self.scene.line()
+                self.taken[id(state)] = {"ref": weakref.ref(state), "step": self.scene.step, "at": line, "used": False}
+            return state
+
+        return state_dict
+
+    def _record(self, state: Any) -> dict[str, Any] | None:
+        of = self.taken.get(id(state))
+        return of if of is not None and of["ref"]() is state else None
+
+    def _loading(self, original: Any) -> Any:
+        def load(module: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            of = None if self.scene.away() else self._record(state)
+            if of is not None and of["step"] == self.scene.step:
+                of["used"] = True
+            elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
+                own = _pointers(module.parameters(), self.scene.torch)
+                if own and own <= _pointers(state.values(), self.scene.torch):
+                    self._alias("The state dict that is loaded here", of["at"], of["step"])
+            return original(module, state, *args, **kwargs)
+
+        return load
+
+    def _live(self) -> set[int]:
+        return _pointers(self.scene.parameters(), self.scene.torch)
+
+    def after_step(self, optimizer: Any, number: int) -> None:
+        """Look for containers in the script's variables that hold the live weights since an earlier step."""
+        self.steps.append((self.scene.step, id(optimizer)))
+        if number <= WARM_UP or not looks_at(number) or self.aliases:
+            return
+        live, torch = self._live(), self.scene.torch
+        self.taken = {k: of for k, of in self.taken.items() if of["ref"]() is not None}
+        seen: dict[tuple[int, str], int] = {}
+        for frame in self.scene.frames():
+            file, variables = frame.f_code.co_filename, dict(frame.f_locals)
+            self.scheduler_names |= {n for n, v in variables.items() if hasattr(v, "last_epoch") and hasattr(v, "step")}
+            for name, value in self._held(variables):
+                key = id(value), name
+                seen[key] = self.seen.get(key, number)
+                of = self._record(value)
+                since = of["step"] if of else seen[key]
+                if since < (self.scene.step if of else number) and not (of and of["used"]):
+                    pointers = _pointers(value.values() if isinstance(value, dict) else value, torch)
+                    if pointers & live and (NAMED.search(name) or _restored(file, name)):
+                        self._alias(f"`{name}`", of["at"] if of else _assigned(file, name), since)
+            self._same_model(variables, file)
+        self.seen = seen
+
+    def _held(self, variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield dicts and lists of tensors, by name, in variables and in what they hold."""
+        torch, level, seen = self.scene.torch, list(variables.items()), set()
+        for _ in range(3):
+            following: list[tuple[str, Any]] = []
+            for name, value in level:
+                if id(value) in seen or name.startswith("__"):
+                    continue
+                seen.add(id(value))
+                if isinstance(value, dict | list | tuple) and 0 < len(value) < MOST_HELD:
+                    pairs = list(value.items()) if isinstance(value, dict) else [(name, v) for v in value]
+                    if any(isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter) for _, v in pairs):
+                        yield name, value
+                    else:
+                        following += [(f"{name}.{k}" if isinstance(k, str) else name, v) for k, v in pairs[:200]]
+                elif self._is_own(value):
+                    following += [(f"{name}.{k}", v) for k, v in vars(value).items()]
+            level = following
+
+    def _is_own(self, value: Any) -> bool:
+        module = sys.modules.get(type(value).__module__)
+        torch = self.scene.torch
+        skip = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
+        own = hasattr(value, "__dict__") and not isinstance(value, type) and not isinstance(value, skip)
+        return own and self.scene.owns(getattr(module, "__file__", None) or "")
+
+    def _same_model(self, variables: dict[str, Any], file: str) -> None:
+        module = self.scene.torch.nn.Module
+        models = {n: v for n, v in variables.items() if isinstance(v, module) and id(v) in self.scene.roots}
+        for name, model in models.items():
+            if NAMED.search(name) and any(m is model and not NAMED.search(n) for n, m in models.items()):
+                self._alias(f"`{name}` is the model itself: it", _assigned(file, name), 0)
+
+    def _alias(self, what: str, place: tuple[str, int], since: int) -> None:
+        title = f"{what} is no copy: its tensors are the live weights, which every later step changes"
+        if "itself" in what:
+            title = f"{what} changes with every later step"
+        fix = "Keep a copy: copy.deepcopy(model.state_dict())"
+        if not self.aliases:
+            self.aliases.append(found("checkpoint", title, place, fix, {"taken after step": since}))
+
+    # Checkpoints
+
+    def _saving(self, original: Any) -> Any:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.scene.away():
+                self._look_into(obj)
+            return original(obj, f, *args, **kwargs)
+
+        return save
+
+    def _look_into(self, obj: Any) -> None:
+        recent = {key for step, key in self.steps if step > self.scene.step - RECENT}
+        of = self.saves.setdefault(self.scene.step, {"kinds": [], "at": self.scene.line(), "optimizers": len(recent)})
+        for key, value, depth in _inside(obj):
+            if (record := self._record(value)) is not None:
+                record["used"] = True
+            if (kind := self._kind(key, value, depth)) is not None:
+                of["kinds"].append(kind)
+        if len(self.saves) <= MOST_SAVES:
+            scalers = [o for o in gc.get_objects() if issubclass(type(o), self.scene.torch.amp.GradScaler)]
+            self.scalers = [weakref.ref(s) for s in scalers if s.is_enabled()]
+
+    def _kind(self, key: Any, value: Any, depth: int) -> str | None:
+        torch = self.scene.torch
+        if isinstance(value, torch.nn.Module):
+            return "model"
+        if isinstance(value, torch.optim.Optimizer) or (isinstance(value, dict) and "param_groups" in value):
+            return "optimizer"
+        if hasattr(value, "last_epoch") or (isinstance(value, dict) and {"last_epoch", "_last_lr"} & value.keys()):
+            return "scheduler"
+        if isinstance(value, torch.amp.GradScaler) or (isinstance(value, dict) and "growth_factor" in value):
+            return "scaler"
+        if isinstance(value, int) and depth < 3 and isinstance(key, str) and PLACE_IN_TRAINING.search(key):
+            return "step"
+        tensors = isinstance(value, dict) and any(isinstance(v, torch.Tensor) for v in value.values())
+        return "model" if tensors and depth < 3 else None
+
+    # Findings
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return both kinds."""
+        scheduled = [s for s in self._schedulers() if id(optimizer_of(s)) in self.scene.optimizers]
+        text = self.scene.text() if self.saves or scheduled else ""
+        for of in self.saves.values():
+            kinds = of["kinds"]
+            lacks = []
+            if "optimizer" in kinds:
+                if scheduled and "scheduler" not in kinds and not WINDS_FORWARD.search(text):
+                    lacks.append("the learning rate schedule")
+                if any(ref() is not None for ref in self.scalers) and "scaler" not in kinds:
+                    lacks.append("the GradScaler")
+                if (fewer := of["optimizers"] - kinds.count("optimizer")) > 0:
+                    lacks.append(f"{fewer} of {of['optimizers']} optimizers")
+            elif "model" in kinds and "step" in kinds and self._resumes(text):
+                lacks.append("the optimizer")
+            if lacks:
+                return [*self.aliases, self._lacking(lacks, of["at"])]
+        at = self._unseen_save(text) if scheduled and not self.saves else None
+        return [*self.aliases, *([self._lacking(["the learning rate schedule"], at)] if at else [])]
+
+    def _schedulers(self) -> list[Any]:
+        return [s for s in (of.ref() for of in self.schedules.seen.values()) if s is not None]
+
+    def _resumes(self, text: str) -> bool:
+        """Return whether the script goes on from a step that it has loaded, with an optimizer that has a state."""
+        state = any(o.state for o in self.scene.optimizers.values())
+        reads = re.search(r"\[[\"'](\w*(epoch|step|iter)\w*)[\"']\]\s*(\+|\n|$|\))", text)
+        return state and bool(RESUMES.search(text)) and bool(reads)
+
+    def _lacking(self, lacks: list[str], place: tuple[str, int]) -> dict[str, Any]:
+        listed = " and ".join(lacks)
+        title = f"The checkpoint has the training's state but not {listed}: a resumed run starts that anew"
+        return found(
+            "checkpoint", title, place, f"Save and load the state_dict() of {listed} as well", {"lacks": lacks}
+        )
+
+    def _unseen_save(self, text: str) -> tuple[str, int] | None:
+        """Return a line, not run so far, that saves an optimizer's state; None if any line saves a schedule's."""
+        names = "|".join([r"\w*sched\w*", *map(re.escape, sorted(self.scheduler_names))])
+        if re.search(rf"\b({names})(\[\w+\])?\.state_dict\(", text) or WINDS_FORWARD.search(text):
+            return None
+        saves = [(f, call.lineno) for f, call in self.scene.calls() if ast.unparse(call.func) == "torch.save"]
+        for place in saves:
+            body = function_text(*place)
+            if re.search(r"\bopt\w*\.state_dict\(", body) and "**" not in body:
+                return place
+        return None
+
+
+def _inside(obj: Any) -> Iterator[tuple[Any, Any, int]]:
+    """Yield what a saved object holds, with its key and depth; not what is in the state of an optimizer."""
+    level: list[tuple[Any, Any]] = [("", obj)]
+    for depth in range(4):
+        following: list[tuple[Any, Any]] = []
+        for key, value in level:
+            yield key, value, depth
+            if isinstance(value, dict) and "param_groups" not in value:
+                following += list(value.items())[:1000]
+            elif isinstance(value, list | tuple):
+                following += [(key, v) for v in value[:100]]
+        level = following
+
+
+def _pointers(values: Any, torch: Any) -> set[int]:
+    """Return the addresses of dense tensors' memory."""
+    dense = [v for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided and v.numel()]
+    return {v.data_ptr() for v in dense if not hasattr(v, "to_local")} - {0}
+
+
+def _assigned(file: str, name: str) -> tuple[str, int]:
+    """Return the last line that assigns more than a constant to a name; the file's first line if none does."""
+    lines = [n.lineno for n, value in assignments(file, name) if not isinstance(value, ast.Constant)]
+    return file, max(lines, default=1)
+
+
+def _restored(file: str, name: str) -> bool:
+    """Return whether a state dict is kept under an ordering comparison, or loaded into the model it came from."""
+    tree = parsed(file)
+    inside = [
+        n
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and not BY_STEP.search(ast.unparse(test.test))
+        for c in ast.walk(test.test)
+        if isinstance(c, ast.Compare) and isinstance(c.ops[0], ast.Lt | ast.Gt | ast.LtE | ast.GtE)
+        for n in ast.walk(test)
+    ]
+    for node, value in assignments(file, name):
+        text = ast.unparse(value)
+        if not text.endswith(".state_dict()"):
+            continue
+        loads = [
+            c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "load_state_dict"
+        ]
+        back = [c for c in loads if c.args and name_in(c.args[0]) == name.rpartition(".")[2]]
+        if any(ast.unparse(c.func.value) == text.removesuffix(".state_dict()") for c in back):
+            return True
+        if node in inside and "torch.save" not in function_text(file, node.lineno):
+            return True
+    return False

@@ -1,0 +1,149 @@
+"""Learning rate schedules that are stepped more than once per step of their optimizer."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import Scene, planned
+
+FEWEST = 3
+MOSTLY = 0.8
+"""Of the optimizer's steps that were seen."""
+SHORT = 0.9
+"""Of the planned calls: a schedule that is shorter ends before the training does."""
+
+
+class Schedule:
+    """What is known of one."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.kind, self.ref = type(scheduler).__name__, weakref.ref(scheduler)
+        self.calls: list[tuple[tuple[str, int], int]] = []
+        """Since the optimizer's last step: line, and backward passes until then."""
+        self.windows = self.repeated = self.most = 0
+        self.lines: set[tuple[str, int]] = set()
+        self.interleaved = self.by_library = self.looked = False
+        self.planned: float | None = None
+        self.length: float | None = None
+
+
+class Schedules:
+    """Count calls of `step` between two steps of the optimizer."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.seen, self.depth, self.backwards = scene, {}, 0, 0
+
+    def install(self) -> None:
+        """Replace `step` where a schedule of PyTorch defines it."""
+        module = sys.modules["torch.optim.lr_scheduler"]
+        for kind in {k for k in vars(module).values() if isinstance(k, type) and issubclass(k, module.LRScheduler)}:
+            if "step" in vars(kind):
+                self.scene.replace(kind, "step", self._stepping)
+
+    def _stepping(self, original: Any) -> Any:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self.depth -= 1
+                by = sys._getframe(1)
+                if not self.depth and by.f_code.co_name != "_initial_step" and not self.scene.away():
+                    self._note(scheduler, by)
+
+        return step
+
+    def _note(self, scheduler: Any, by: Any) -> None:
+        of = self.seen.get(id(scheduler))
+        if of is None or of.ref() is not scheduler:
+            of = self.seen[id(scheduler)] = Schedule(scheduler)
+        if len(of.calls) < 100:
+            of.calls.append((self.scene.line(by), self.backwards))
+        if len(of.calls) == 2 and of.windows >= 1 and not of.looked:
+            of.looked = True
+            of.by_library = "accelerate" in by.f_code.co_filename
+            of.planned = planned(list(self.scene.frames(by)))
+            of.length = _length(scheduler, of.planned)
+
+    def after_backward(self, roots: Any) -> None:
+        """Count: calls with one between them belong to other micro-batches."""
+        self.backwards += 1
+
+    def resumed(self) -> None:
+        """Forget what a counterfactual has cut in two."""
+        for of in self.seen.values():
+            of.calls = []
+
+    def before_step(self, optimizer: Any, number: int) -> None:
+        """End the window of each schedule of this optimizer."""
+        for of in self.seen.values():
+            scheduler = of.ref()
+            if scheduler is None or optimizer_of(scheduler) is not optimizer:
+                continue
+            of.windows += 1
+            if len(of.calls) > 1 and of.windows > 1:  # before the first step a script may wind its schedule forward
+                of.repeated += 1
+                of.most = max(of.most, len(of.calls))
+                of.lines |= {line for line, _ in of.calls}
+                of.interleaved = of.interleaved or len({b for _, b in of.calls}) > 1
+            of.calls = []
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return one for each schedule that is certainly stepped too often."""
+        return [row for of in self.seen.values() if (row := self._judge(of)) is not None]
+
+    def _judge(self, of: Schedule) -> dict[str, Any] | None:
+        if of.repeated < FEWEST or of.repeated < MOSTLY * (of.windows - 1) or of.by_library:
+            return None
+        known = of.planned is not None and of.length is not None
+        if known and of.length >= SHORT * of.planned:
+            return None  # it is as long as all these calls
+        endless = of.kind in ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR", "ReduceLROnPlateau")
+        if not known and (of.interleaved or not (len(of.lines) > 1 or endless)):
+            return None
+        place = sorted(of.lines)[0]
+        title = f"scheduler.step() is called {of.most} times per optimizer step"
+        numbers = {"calls per step": of.most, "steps seen": of.windows}
+        if known:
+            steps, whole = round(of.length / of.most), round(of.planned / of.most)
+            title += f": the schedule ends at step {steps} of {whole}"
+            numbers |= {"schedule ends at step": steps, "planned steps": whole}
+        else:
+            title += f": the learning rate changes {of.most} times as fast as the schedule says"
+        fix = "Step the schedule once per optimizer step, or make it as many times as long"
+        also = [f"{f.rpartition('/')[2]}:{n}" for f, n in sorted(of.lines)[1:]]
+        return found("effect", title, place, fix, numbers, also)
+
+
+def optimizer_of(scheduler: Any) -> Any:
+    """Return the schedule's optimizer, out of a library's wrapper."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    while "optimizer" in getattr(optimizer, "__dict__", {}):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _length(scheduler: Any, calls: float | None) -> float | None:
+    """Return after how many calls the schedule has come to its end, if it has one that is known."""
+    if getattr(scheduler, "_milestones", None) and getattr(scheduler, "_schedulers", None):
+        last = _length(scheduler._schedulers[-1], calls)
+        return None if last is None else scheduler._milestones[-1] + last
+    for name in ("total_steps", "T_max", *(["total_iters"] if type(scheduler).__name__ == "PolynomialLR" else [])):
+        if isinstance(of := getattr(scheduler, name, None), int | float):
+            return float(of)
+    factors = getattr(scheduler, "lr_lambdas", None)
+    if not factors or calls is None or not 1 < calls < 1e9:
+        return None
+    try:
+        if any(f(int(calls)) for f in factors):
+            return None
+        low, high = 0, int(calls)  # the factor is 0 at `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if any(f(middle) for f in factors) else (low, middle)
+        return float(high)
+    except Exception:
+        return None

@@ -1,0 +1,186 @@
+"""Validation in the wrong mode, with gradients kept or with padded samples, and training that stays in eval mode."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from typing import Any
+
+from labs.doctor.probes.data import Data
+from labs.doctor.probes.findings import found
+from labs.doctor.probes.scene import Scene, around, function_text
+from labs.kit import _compat
+
+SAYS_SO = re.compile(r"(?<![a-z])(val|valid|validate|validation|eval|evaluate|evaluation|x_test|test_x)(?![a-z])", re.I)
+ON_PURPOSE = re.compile(r"mc_?drop|monte|uncertain|dropout|update_bn|recalibrat", re.I)
+STUCK = 3
+"""Training steps in eval mode after an evaluation."""
+LEAST_PADDED = 1e-3
+
+
+class Validation:
+    """Follow how the trained model is called."""
+
+    def __init__(self, scene: Scene, data: Data) -> None:
+        self.scene, self.data = scene, data
+        self.passes: dict[int, dict[str, Any]] = {}
+        """By number of a loader's iterator: calls of the trained model while its batches came."""
+        self.by_name: dict[tuple[str, int], int] = {}
+        """Calls that the script's own words say to be validation, in train mode, by line."""
+        self.pending: list[tuple[int, bool]] = []
+        self.trained_in: list[bool] = []
+        self.was_training = self.evaluated = False
+        self.stuck = 0
+        self.eval_at = ("", 0)
+        self.kinds: dict[int, tuple[bool, list[Any]]] = {}
+        self.known = 0
+        """Optimizers with which `kinds` was made."""
+        self.padded: dict[str, Any] | None = None
+
+    def install(self) -> None:
+        """Note which line calls eval(), and what the script sums up over the ranks."""
+        self.scene.replace(self.scene.torch.nn.Module, "eval", self._evaluating)
+        if self.scene.torch.distributed.is_available():
+            self.scene.replace(self.scene.torch.distributed, "all_reduce", self._summing)
+
+    def _evaluating(self, original: Any) -> Any:
+        def evaluate(module: Any) -> Any:
+            if not self.scene.away() and (place := self.scene.line())[0]:
+                self.eval_at = place
+            return original(module)
+
+        return evaluate
+
+    def _of(self, module: Any) -> tuple[bool, list[Any]]:
+        """Return whether an optimizer trains a module, and its parts that depend on the mode."""
+        if self.known != len(self.scene.optimizers):
+            self.kinds, self.known = {}, len(self.scene.optimizers)
+        if id(module) not in self.kinds:
+            mine = {id(p) for p in self.scene.parameters()}
+            parts = [m for m in module.modules() if _depends_on_mode(m)]
+            self.kinds[id(module)] = any(id(p) in mine for p in module.parameters()), parts
+        return self.kinds[id(module)]
+
+    def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> None:
+        """Note a call of the trained model: with or without gradients, in which mode, on whose batch."""
+        if again or not self.scene.step:
+            return
+        trained, parts = self._of(module)
+        if not trained:
+            return
+        active = module.training and any(m.training for m in parts)
+        number, place = self.data.current_batch(), self.scene.line()
+        of = self.passes.setdefault(number, {"no grad": 0, "grad": 0, "active": 0, "backward": 0, "at": place})
+        of["grad" if training else "no grad"] += 1
+        of["active"] += active
+        if training:
+            self.pending.append((number, active or not parts))
+            return
+        self.evaluated = self.evaluated or not module.training
+        if active and SAYS_SO.search(self._words(place)) and not ON_PURPOSE.search(function_text(*place)):
+            self.by_name[place] = self.by_name.get(place, 0) + 1
+
+    def _words(self, place: tuple[str, int]) -> str:
+        """Return a line and the name of its function, unless that trains as well."""
+        functions = [f.name for f in around(*place, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return " ".join([linecache.getline(*place), *(f for f in functions[:1] if "train" not in f.lower())])
+
+    def resumed(self) -> None:
+        """Forget what a counterfactual has cut in two."""
+        self.pending = []
+
+    def before_backward(self, roots: Any) -> None:
+        """The calls since the last one were training."""
+        for number, active in self.pending[-1:]:
+            self.passes[number]["backward"] += 1
+            if self.was_training and not active and self.evaluated:
+                self.stuck += 1
+            elif active:
+                self.was_training, self.stuck, self.evaluated = True, 0, False
+        self.pending = []
+
+    def _summing(self, original: Any) -> Any:
+        def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(tensor, *args, **kwargs)
+            if (
+                self.scene.step
+                and not self.scene.away()
+                and tensor.numel() <= 16
+                and work is None
+                and self.padded is None
+            ):
+                self._look_at_sum(tensor.flatten().tolist())
+            return work
+
+        return all_reduce
+
+    def _look_at_sum(self, values: list[float]) -> None:
+        of = self.data.loaders.get(self.data.current_batch())
+        loader = of["loader"]() if of else None
+        sampler = getattr(loader, "sampler", None)
+        if type(sampler).__name__ != "DistributedSampler" or of["training"] or of["n"] < len(loader):
+            return
+        size, padded = len(loader.dataset), sampler.total_size
+        place = self.scene.line()
+        counted = any(abs(v - padded) < 0.5 for v in values)
+        mean = len(values) == 1 and not re.search(r"\[:|mask|valid_|unique", function_text(*place))
+        if padded - size > LEAST_PADDED * size and (counted or mean):
+            self.padded = {"at": place, "samples": size, "counted": padded}
+
+    # Findings
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Return what is certain so far."""
+        out = []
+        for number, of in self.passes.items():
+            loader = self.data.loaders.get(number)
+            calls = of["no grad"] + of["grad"]
+            source = loader["loader"]() if loader else None
+            if source is None or of["backward"] or calls < 2 or self.data.training(source):
+                continue
+            if ON_PURPOSE.search(function_text(*of["at"])) or not any(
+                o["training"] for o in self.data.loaders.values()
+            ):
+                continue
+            if of["active"] == calls:
+                out.append(self._wrong_mode(of["at"], calls))
+            if of["grad"] == calls and loader["n"] > calls - 1 and self._is_over(number):
+                title = (
+                    f"Validation keeps a graph for gradients: {calls} calls of the model in a row without backward()"
+                )
+                out.append(
+                    found(
+                        "validation", title, of["at"], "Validate under torch.no_grad()", {"calls": calls}, wrong=False
+                    )
+                )
+        out += [self._wrong_mode(place, calls) for place, calls in self.by_name.items()]
+        if self.stuck >= STUCK:
+            title = "Training goes on in eval mode after validation: dropout is off and batch norm keeps its statistics"
+            out.append(
+                found("validation", title, self.eval_at, "Call model.train() after validation", {"steps": self.stuck})
+            )
+        if self.padded:
+            of = self.padded
+            title = f"Validation counts {of['counted']} samples of {of['samples']}: DistributedSampler repeats some "
+            title += "to give all ranks as many"
+            fix = "Share the samples out without repeats, or drop the repeated ones before they are counted"
+            numbers = {"samples": of["samples"], "counted": of["counted"]}
+            out.append(found("validation", title, of["at"], fix, numbers))
+        return list({(row["file"], row["line"], row["fix"]): row for row in out}.values())
+
+    def _is_over(self, number: int) -> bool:
+        return self.data.current_batch() != number
+
+    def _wrong_mode(self, place: tuple[str, int], calls: int) -> dict[str, Any]:
+        title = f"Validation runs in train mode ({calls} calls): dropout is on, or batch norm learns from each batch"
+        return found(
+            "validation", title, place, "Call model.eval() before it and model.train() after it", {"calls": calls}
+        )
+
+
+def _depends_on_mode(module: Any) -> bool:
+    """Return whether a layer is a dropout that drops, or a norm that keeps statistics."""
+    if isinstance(module, _compat.Normalisation):
+        return module.track_running_stats
+    return "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0

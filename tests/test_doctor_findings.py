@@ -1,0 +1,362 @@
+"""What the doctor concludes from profiles: planted bottlenecks come first, and noise is no finding."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+from doctor_profiles import STARVED, STEP_S, WELL, made
+
+from labs.doctor import compare, estimated_gain, report
+from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, UNPRICED, WRONG
+from labs.doctor.findings import FROM_PARTS, INTERLEAVED, find, healthy, memory_growth, unknown
+from labs.doctor.profile import AS_IS, Line, Loader
+from labs.kit.measure import Estimate
+
+MODES = dict.fromkeys((b.mode for b in BOTTLENECKS if b.mode), STEP_S) | {"larger batch": 2 * STEP_S}
+TWICE = {"larger batch": 2.0}
+
+
+def names(ranks, *kinds):
+    return [f.name for f in find(ranks) if f.kind in (kinds or (SLOW,))]
+
+
+def test_a_healthy_script_has_no_finding():
+    profile = made(modes=MODES, samples_factor=TWICE)
+    assert not find([profile])
+    assert len([text for text in healthy([profile]) if "no difference that this run can show" in text]) > 8
+
+
+def test_of_many_intervals_together_few_runs_have_one_that_misses():
+    """16 ways to take a step that change nothing, on a machine whose steps scatter by 10 %."""
+    draw, accused = random.Random(1), 0
+    for _ in range(40):
+        ratios = [[math.exp(draw.gauss(0, 0.14)) for _ in range(8)] for _ in range(16)]
+        accused += any(estimated_gain.standing(estimated_gain.of_ratios(r, 16)) == "gain" for r in ratios)
+    assert accused <= 2, f"{accused} of 40 runs"  # with plain intervals it is 7
+
+
+FED = WELL | {"data": 0.0}
+PLANTED = {
+    "slow_loader": ("same batch again", 0.5, {"loader": Loader(32, 2, 2, False, True, "Images", "RandomSampler", 1.0)}),
+    "anomaly": ("no anomaly detection", 0.2, {}),
+    "synchronise": ("no waiting line", 0.2, {"device": "cuda"}),
+    "buffers": ("no buffer broadcast", 0.3, {}),
+    "threads": ("fewer threads", 0.4, {"machine": {"cores": 2, "threads": 8}}),
+    "tiny_batches": ("larger batch", 0.45, {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bottleneck_is_named_first_with_its_gain(name):
+    mode, share, more = PLANTED[name]
+    modes = {**MODES, mode: (2 if mode == "larger batch" else 1) * STEP_S * (1 - share)}
+    first = find([made(FED, modes, samples_factor=TWICE, **more)])[0]
+    assert (first.name, first.kind, first.by) == (name, SLOW, INTERLEAVED)
+    assert first.gain.value == pytest.approx(1 / (1 - share), rel=0.03)
+    assert first.fix and first.notebook and "{" not in first.what + first.fix
+
+
+def test_what_is_slow_is_ranked_by_what_is_certain_of_its_gain():
+    profile = made(STARVED, modes=MODES | {"same batch again": 0.030, "no anomaly detection": 0.040})
+    noisy = [[s] for s in (0.020, 0.035, 0.020, 0.036, 0.020, 0.035, 0.020, 0.036)]
+    profile.interleaved_s["no search for unused parameters"] = noisy  # larger by its median, perhaps
+    found = find([profile])
+    assert [f.name for f in found] == ["slow_loader", "anomaly", "find_unused"]
+    assert found[2].gain.value > found[0].gain.value and found[2].gain.low < found[1].gain.low
+
+
+def test_a_fix_of_the_optimizer_gives_no_more_than_a_step_without_one():
+    """Noise can show more. On a GPU the host's clock doesn't know how long the optimizer's work takes."""
+    profile = made(WELL | {"optimizer": 0.01, "forward": 0.41}, MODES | {"fused optimizer": 0.7 * STEP_S})
+    assert not find([profile])
+    loop = {"optimizers": [{"kind": "AdamW", "fused": False, "foreach": False}]}
+    profile = made(modes=MODES | {"fused optimizer": 0.7 * STEP_S}, device="cuda", training=loop)
+    assert names([profile]) == ["optimizer_loop"]
+
+
+def test_little_gains_and_options_come_after_what_is_slow():
+    profile = made(modes=MODES | {"half precision": 0.025, "no anomaly detection": 0.041, "fused optimizer": 0.040})
+    assert [(f.name, f.kind) for f in find([profile])] == [
+        ("anomaly", SLOW),
+        ("half_precision", OPTION),
+        ("fused_optimizer", OPTION),
+    ]
+    assert names([made(FED, {"no anomaly detection": STEP_S / 1.1})], OPTION) == ["anomaly"]
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.9, SLOW), (0.4, OPTION)])
+def test_batches_are_tiny_only_if_most_of_a_step_does_not_depend_on_their_size(share, kind):
+    """A step with a fixed share f takes f + 4 (1 - f) with 4 times the samples."""
+    longer = STEP_S * (share + 4 * (1 - share))
+    [found] = find([made(FED, {"larger batch": longer}, samples_factor={"larger batch": 4.0}, rounds=12)])
+    assert found.kind == kind and found.gain.low <= 4 * STEP_S / longer <= found.gain.high
+    assert "batch_size=128" in found.fix
+
+
+def test_few_rounds_and_wide_intervals_prove_nothing():
+    few = made(modes=MODES | {"half precision": 0.025}, rounds=5)
+    assert not find([few]) and any("too few" in text and "half" in text for text in unknown([few]))
+    noisy = made(modes={})
+    noisy.interleaved_s["half precision"] = [[s] for s in (0.03, 0.07) * 4]
+    assert not find([noisy]) and not any("half precision" in text for text in healthy([noisy]))
+    assert any("half precision" in text for text in unknown([noisy]))
+
+
+def test_rounds_are_paired_by_their_place():
+    """A slow spell of the machine is in both sides of its round; a mode of a later stage has no turn in the first."""
+    profile = made()
+    speed = [1, 1, 1, 1, 1, 1, 5, 5, 5, 9, 9, 9]
+    profile.interleaved_s[AS_IS] = [[0.05 * s] for s in speed]
+    profile.interleaved_s["compiled"] = [[]] * 6 + [[0.04 * s] for s in speed[6:]]
+    gain = estimated_gain.interleaved([profile], "compiled")
+    assert gain.n == 6 and gain.value == pytest.approx(1.25) and gain.low == pytest.approx(gain.high)
+
+
+def test_what_few_steps_have_is_priced_by_its_mean_and_not_by_short_turns():
+    """A validation after every fourth step: short turns mostly miss it, and then see nothing."""
+    profile = made(noise=0.001, modes=MODES)
+    profile.spans_s["evaluation"] = [0.1 if i % 4 == 0 else 0.0 for i in range(30)]
+    profile.step_s = [s + e for s, e in zip(profile.step_s, profile.spans_s["evaluation"], strict=True)]
+    [found] = find([profile])
+    assert (found.name, found.by) == ("validation", FROM_PARTS)
+    assert found.gain.value == pytest.approx(sum(profile.step_s) / (sum(profile.step_s) - 0.8))
+    assert 1.2 < found.gain.low < found.gain.value < found.gain.high < 2
+    rate = estimated_gain.samples_per_s([profile])
+    assert rate.value == pytest.approx(32 * 30 / sum(profile.step_s), rel=0.01)  # throughput, not the median step's
+
+
+@pytest.mark.parametrize("at", [(4,), (5, 7, 28)])
+def test_what_comes_without_order_three_times_in_thirty_steps_is_not_known(at):
+    profile = made(noise=0.001)
+    for i in at:
+        profile.spans_s["evaluation"][i] = 0.5
+        profile.step_s[i] += 0.5
+    assert not find([profile]) and any("validation" in text for text in unknown([profile]))
+
+
+# Loaders
+
+
+def loader(workers=0, by_batch_ms=None, item="train.py:9  return self.x[i]"):
+    return Loader(2048, workers, 2, False, False, "Rows", "RandomSampler", 1.0, by_batch_ms, item)
+
+
+def test_rows_in_memory_are_to_be_indexed_by_the_batch_and_never_given_more_workers():
+    profile = made(STARVED, {"same batch again": STEP_S / 2}, loader=loader(2, 1.0), loader_s={"4": [0.001] * 6})
+    first = find([profile])[0]
+    assert (first.name, first.kind, first.line) == ("rows_one_by_one", SLOW, "train.py:9")
+    assert first.gain.low <= STEP_S / (STEP_S / 2 + 0.001) <= first.gain.high  # with the index that is left
+    assert "2,048 calls of Rows.__getitem__" in first.what and "num_workers=0" in first.fix
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", OPTION), ("cpu", SLOW)])
+def test_a_small_wait_for_rows_in_memory_is_no_fault_beside_a_gpu(device, kind):
+    """As of the recipes on an H200: 1 ms of a step of 4 ms that the host limits, because the model is small."""
+    parts = {"data": 0.27, "forward": 0.3, "backward": 0.43}
+    profile = made(parts, {"same batch again": 0.0029}, step_s=0.00396, device=device, loader=loader(0, 0.05))
+    (found,) = find([profile])
+    assert (found.name, found.kind) == ("rows_one_by_one", kind) and "workers=16" not in found.fix
+
+
+def test_more_workers_are_advised_only_where_they_were_faster():
+    parts, modes = STARVED, {"same batch again": STEP_S / 2}
+    (found,) = find(
+        [made(parts, modes, loader=loader(1), loader_s={"0": [0.02] * 6, "1": [0.02] * 6, "2": [0.01] * 6})]
+    )
+    assert found.name == "slow_loader" and "num_workers=2" in found.fix
+    (found,) = find([made(parts, modes, loader=loader(1), loader_s={"1": [0.02] * 6, "2": [0.02] * 6})])
+    assert "num_workers" not in found.fix and "aren't faster" in found.fix
+
+
+def test_a_gain_of_a_loader_in_which_the_host_hardly_is_is_noise():
+    assert not find([made(WELL | {"data": 0.01}, {"same batch again": STEP_S / 1.3}, loader=loader(0))])
+
+
+def test_workers_that_start_in_each_epoch_are_told_with_their_time():
+    profile = made(noise=0.001, loader=loader(4), restarts=list(range(2, 30, 7)))
+    for i in profile.restarts:
+        profile.spans_s["data"][i] += 0.3
+        profile.step_s[i] += 0.3
+    found = find([profile])[0]
+    assert found.name == "workers_restart" and "300 ms each time" in found.what and "persistent_workers" in found.fix
+    assert found.gain.value == pytest.approx((0.05 * 30 + 4 * 0.3) / (0.05 * 30), rel=0.05)
+    profile.restarts = []
+    assert "workers_restart" not in names([profile])
+
+
+# Ranks
+
+
+def two_ranks(own=(0.030, 0.045), exchange_s=0.005):
+    """Both take as long as the slower one; the other one waits in backward."""
+    step, least = max(own) + exchange_s, min(own)
+    parts = [{"forward": (least - 0.002) / step, "optimizer": 0.002 / step, "prepare": (s - least) / step} for s in own]
+    return [
+        made(p | {"backward": (step - s) / step}, {"no exchange": s}, step_s=step, rank=rank, ranks=2)
+        for rank, (s, p) in enumerate(zip(own, parts, strict=True))
+    ]
+
+
+def test_a_straggler_is_named_by_rank_and_the_exchange_is_without_it():
+    late, exchange = find(two_ranks()[::-1])[:2]
+    assert late.name == "straggler" and "wait for rank 1: it needs" in late.what and late.by == INTERLEAVED
+    assert late.gain.low <= 0.050 / 0.035 <= late.gain.high
+    assert exchange.name == "exchange" and exchange.gain.low <= 0.050 / 0.045 <= exchange.gain.high
+    alike = two_ranks((0.020, 0.020))
+    assert names(alike, SLOW, OPTION) == ["exchange"] and any("ranks: the slowest" in text for text in healthy(alike))
+
+
+def test_without_rounds_the_straggler_is_who_waits_for_nobody():
+    ranks = two_ranks()
+    for f in ranks:
+        del f.interleaved_s["no exchange"]
+    [late] = [f for f in find(ranks) if f.name == "straggler"]
+    assert late.by == FROM_PARTS and "rank 1" in late.what
+
+
+def test_ranks_that_hold_different_parts_of_the_model_are_not_late():
+    ranks = two_ranks()
+    for f in ranks:
+        f.training |= {"shapes": 0, "weights": 3.0}
+        f.spans_s["exchange"] = [0.02] * len(f.step_s)
+    assert set(names(ranks, SLOW, OPTION)) == {"straggler", "exchange"}
+    ranks[1].training |= {"shapes": 0, "weights": 3.5}
+    assert not names(ranks, SLOW, OPTION) and any("ranks hold different parts" in text for text in unknown(ranks))
+
+
+@pytest.mark.parametrize(
+    ("training", "exchange_s", "kind"),
+    [
+        ({"exchanges": 1, "bucket_bytes": 25 * 2**20}, 0.005, OPTION),
+        ({"exchanges": 4}, 0.005, SLOW),
+        ({"exchanges": 1}, 0.030, OPTION),
+    ],
+)
+def test_exchange_is_a_fault_if_there_is_more_than_there_has_to_be(training, exchange_s, kind):
+    ranks = two_ranks((0.020, 0.020), exchange_s)
+    for f in ranks:
+        f.training |= training
+    assert names(ranks, kind) == ["exchange"]
+
+
+# Memory, graphs, what is switched on
+
+
+def series(growth, noise, steps=30, jump=0.0):
+    draw = random.Random(0)
+    return [3e8 + growth * i + draw.uniform(-noise, noise) + (jump if i > 10 else 0) for i in range(steps)]
+
+
+@pytest.mark.parametrize("each_step", [series(0, 1e6), series(0, 0, jump=1e8)])
+def test_memory_that_settles_jumps_or_trembles_does_not_grow(each_step):
+    assert not find([made(memory={"each_step": each_step})])
+
+
+def test_memory_that_goes_on_growing_is_told_with_its_rate_if_its_tensors_do():
+    memory = {"each_step": [1e9 + 1e6 * i for i in range(30)], "free": 1e9, "tensors_growth": 0.0}
+    profile = made(memory={**memory, "tensor_bytes_growth": 9e5})
+    assert names([profile], RISK) == ["growing"] and "full after 1e+03 steps" in find([profile])[0].what
+    profile.memory["each_round"] = [[40 + 9 * i, 1.03e9 + 1e4 * (i % 2)] for i in range(14)]
+    assert not find([profile])  # it has settled
+    profile.memory["each_round"] = [[40 + 9 * i, 1.03e9 + 9e6 * i] for i in range(14)]
+    assert names([profile], RISK) == ["growing"] and memory_growth(profile).value == pytest.approx(1e6)
+    assert not find([made(memory={**memory, "tensor_bytes_growth": 1e4})])  # the C library's
+    assert names([made(memory={**memory, "tensors_growth": 1.0, "tensor_bytes_growth": 4.0})], RISK)  # a graph's
+    assert not find([made(memory={**memory, "tensor_bytes_growth": 9e5, "free": 1e15})])
+
+
+def compiles(at, seconds):
+    profile = made(noise=0.001, compiles={"in_steps": len(at), "at": list(at)})
+    for i in at:
+        profile.step_s[i] += seconds
+        profile.spans_s["forward"][i] += seconds
+    return profile
+
+
+def test_compiling_that_goes_on_has_a_gain_and_what_may_be_over_has_none():
+    (found,) = find([compiles(range(0, 30, 5), 0.2)])
+    assert found.name == "recompiles" and found.gain.value == pytest.approx(0.09 / 0.05, rel=0.02)
+    for at in ((29,), (1, 2, 3)):
+        (found,) = find([compiles(at, 3.0)])
+        assert (found.kind, found.gain) == (UNPRICED, None) and f"one-off: {3 * len(at)}" in found.what
+    assert not find([made(compiles={"in_steps": 0, "at": []})])
+
+
+def test_what_is_switched_on_and_was_not_priced_is_slow_without_a_number():
+    profile = made(not_tried={"no anomaly detection": "40 s are too short for it"})
+    profile.training |= {"anomaly": True, "dtypes": ["float64"]}
+    assert [(f.name, f.gain) for f in find([profile])] == [("anomaly", None), ("float64", None)]
+    priced = made(modes={"no anomaly detection": STEP_S})
+    priced.training["anomaly"] = True
+    assert not find([priced])  # it is on, and costs nothing
+
+
+# Wrong results
+
+
+def test_what_is_wrong_comes_before_what_is_slow_whatever_it_gains():
+    def match(certainty):
+        return SimpleNamespace(
+            rule="r", file="/x/t.py", line=3, code="x()", why="w", fix="f", notebook="", certainty=certainty
+        )
+
+    profile = made(STARVED, {"same batch again": STEP_S / 9})
+    found = find([profile], [match("at risk"), match("wrong")])
+    assert [f.kind for f in found] == [WRONG, SLOW, RISK] and found[0].line == "t.py:3"
+    page = report.page(report.make([profile], [match("wrong")])).splitlines()
+    assert page[0].startswith("WRONG RESULT: w (t.py:3).")
+
+
+def test_no_profile_no_steps_nothing():
+    empty = made(steps=0, rounds=0)
+    for profiles in ([], [empty]):
+        assert find(profiles) == [] and healthy(profiles) == []
+    assert unknown([empty]) == []
+
+
+# Before and after
+
+
+def compared(before, after):
+    before, after = (report.Report(ranks, find(ranks), [], []) for ranks in (before, after))
+    return compare.compare(before, after), compare.page(before, after)
+
+
+NOTED = [Line("copy", "to", "/x/train.py", 4, "x.to(device)", 1.0, 9.0)]
+BEFORE = {
+    "slow_loader": (made(STARVED, {"same batch again": STEP_S / 2}), made(modes={"same batch again": STEP_S})),
+    "own_code": (made({"rest": 0.5, "forward": 0.5}), made()),
+    "copies": (made({"copy": 0.4, "forward": 0.6}, lines=NOTED), made(lines=NOTED)),
+    "recompiles": (compiles(range(0, 30, 5), 0.2), made(compiles={"in_steps": 0})),
+    "half_precision": (made(modes={"half precision": 0.03}), made(step_s=0.03, gone=["half precision"])),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_is_not_there_any_more_is_fixed(name):
+    before, after = BEFORE[name]
+    found, page = compared([before], [after])
+    assert [f.name for f in found.fixed] == [name] and not found.left and "\nFIXED" in page
+    found, page = compared([before], [before])
+    assert not found.fixed and name in [was.name for was, _ in found.left] and "no difference" in page.splitlines()[0]
+
+
+def test_what_the_second_run_did_not_come_to_try_is_not_called_fixed():
+    before = made(modes={"larger batch": STEP_S}, samples_factor=TWICE)
+    for turns in ([], [[0.02], [0.2]] * 4):
+        after = made(modes={"larger batch": STEP_S}, samples_factor=TWICE)
+        after.interleaved_s["larger batch"] = turns
+        found, page = compared([before], [after])
+        assert [f.name for f in found.not_shown] == ["tiny_batches"] and "NOT SHOWN TO BE FIXED" in page
+
+
+def test_what_came_of_an_estimated_gain():
+    before, after = made(STARVED, {"same batch again": STEP_S / 2}), made(step_s=STEP_S / 2)
+    found, page = compared([before], [after])
+    assert found.gain.low <= 2 <= found.gain.high and "as fast as before: 640" in page.splitlines()[0]
+    assert "slower than before" in compared([after], [before])[1].splitlines()[0]
+    assert compare.verdict(Estimate(2, 1.9, 2.1, 8), Estimate(1.2, 1.1, 1.3, 30)).startswith("less than estimated")
+    assert compare.verdict(Estimate(2, 1.9, 2.1, 8), Estimate(3, 2.9, 3.1, 30)).startswith("more than estimated")
+    found, _ = compared([made()], [made(step_s=2 * STEP_S, samples=128.0)])
+    assert found.gain.value == pytest.approx(2, rel=0.02) and any("128" in w for w in found.warnings)
