@@ -189,7 +189,7 @@ def moved(trainer: Trainer, whole: nn.Module, way: str, rank: Rank) -> Iterator[
 
 def total(records: Records, metric: str, way: str) -> float:
     """Bytes of one way, as counted, over all kinds."""
-    return sum(r.value for r in records.where(metric, way=way) if r.kind == "measured")
+    return sum(r.value for r in records.where(metric, way=way) if r.kind != "modelled")
 
 
 def peak_share(records: Records) -> float:

@@ -24,7 +24,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from labs.common import models
-from labs.common.pipelines import Chain, chain, even_cuts
+from labs.common.pipelines import Chain, chain, even_cuts, split
 from labs.common.pipelines.engine import Links, Pipeline, new_links
 from labs.common.pipelines.schedules import SCHEDULES, Event, bubble, idle_share, in_flight, with_idle
 from labs.kit import cli, measure
@@ -74,8 +74,13 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model can't be cut into that many stages."""
-    even_cuts(chain(config.model), world_size)
+    """BadInput if the model can't be cut into that many stages with something to train in each."""
+    model = chain(config.model)
+    for stage, module in enumerate(split(model, even_cuts(model, world_size))):
+        require(
+            any(True for _ in module.parameters()),
+            f"stage {stage} of {world_size} has no parameter to train: use fewer ranks, or a model with more layers",
+        )
 
 
 class Trainer:

@@ -33,12 +33,23 @@ def by_counters(stage, stages, micro_batches, limit):
             backwards += 1
 
 
+def by_slots(stage, stages, micro_batches, limit):
+    """A slot for each forward, and one for the backward that comes some forwards later; sorted."""
+    ahead = min(limit, stages - stage)
+    forwards = [(2 * i, "forward", i) for i in range(micro_batches)]
+    backwards = [(2 * (i + ahead) - 1, "backward", i) for i in range(micro_batches)]
+    return tuple((kind, i) for _, kind, i in sorted(forwards + backwards))
+
+
 def test_orders():
     passes("06.1", by_counters)
-    passes("06.1", lambda stage, stages, m, limit: nb06.order(0, stages, m, limit))  # more ahead, as fast, in the limit
-    fails("06.1", lambda stage, stages, m, limit: "1f1b", "not a list of pairs")
+    passes("06.1", by_slots)
+    fails("06.1", lambda stage, stages, m, limit: nb06.order(0, stages, m, limit), "expected 24, got 42")
+    fails("06.1", lambda stage, stages, m, limit: "1f1b", "stage 0: no list of pairs")
     reverse = {"forward": 1, "backward": 0}
-    fails("06.1", lambda *a: sorted(nb06.order(*a), key=lambda action: reverse[action[0]]), "before forward")
+    fails(
+        "06.1", lambda *a: sorted(nb06.order(*a), key=lambda action: reverse[action[0]]), "stage 0: backward 0 too soon"
+    )
 
 
 def per_stage(events, stages):
@@ -126,4 +137,4 @@ def test_sharded_steps():
     fails("06.3", never_clipped, "max_norm 0.05", "length of the step")
     fails("06.3", not_meta, "devices on which build() is called")
     fails("06.3", clipped_alone, "max_norm 0.05")
-    fails("06.3", lambda *args: None, "not the model")
+    fails("06.3", lambda *args: None, "what you return", "NoneType")

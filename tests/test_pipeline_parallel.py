@@ -20,13 +20,14 @@ from labs.pipeline_parallel import counting
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
 def run(request):
-    return launch("pipeline_parallel", nproc=request.param, smoke=True, oversubscribe=True)
+    small = {"micro_batches": (1, 4, 8), "batch_size": 8}
+    return launch("pipeline_parallel", nproc=request.param, smoke=True, oversubscribe=True, **small)
 
 
 def test_every_schedule_has_the_gradient_of_one_process(run):
     found = run.where("gradient_relative_error")
     assert {(r.case["schedule"], r.case["micro_batches"]) for r in found} == {
-        ("1f1b", 1), ("1f1b", 4), ("1f1b", 16), ("1f1b", 32), ("gpipe", 4),
+        ("1f1b", 1), ("1f1b", 4), ("1f1b", 8), ("gpipe", 4),
     }  # fmt: skip
     assert all(r.value <= 1e-12 for r in found)
 
@@ -34,12 +35,12 @@ def test_every_schedule_has_the_gradient_of_one_process(run):
 def test_every_way_is_timed_in_every_round(run):
     steps = run.where("step_s")
     assert {(r.case["schedule"], r.case["micro_batches"]) for r in steps} >= {("single", 1), ("gpipe", 4)}
-    assert len(steps) == 6 and {len(r.samples) for r in steps} == {2}
+    assert len(steps) == 5 and {len(r.samples) for r in steps} == {2}
 
 
 def test_1f1b_keeps_what_its_stages_need_and_gpipe_everything(run):
     p = run[0].layout["world_size"]
-    for stage, m in itertools.product(range(p), (1, 4, 16, 32)):
+    for stage, m in itertools.product(range(p), (1, 4, 8)):
         whole = run.one("kept_bytes", schedule="gpipe", micro_batches=1, stage=stage).value
         kept = {s: run.one("kept_bytes", schedule=s, micro_batches=m, stage=stage).value for s in ("gpipe", "1f1b")}
         assert kept["gpipe"] == pytest.approx(whole, rel=0.02)
@@ -86,6 +87,7 @@ def test_the_answer_is_that_of_the_records(run):
         (2, {"micro_batches": (4,)}, "must hold 1, the naive split"),
         (2, {"compare": 5}, "compare, 5, must be one of the micro_batches"),
         (3, {"model": f"{__name__}:own"}, "has 2 layers, not enough for 3 stages: use at most 2 ranks"),
+        (2, {"model": f"{__name__}:idle_stage"}, "stage 0 of 2 has no parameter to train: use fewer ranks"),
         (2, {"model": f"{__name__}:not_sequential"}, "is a Linear: a pipeline cuts an nn.Sequential"),
     ],
 )
@@ -107,6 +109,10 @@ def not_sequential():
     return Workload(nn.Linear(4, 2), rows, nn.functional.mse_loss)
 
 
+def idle_stage():
+    return Workload(nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), rows, nn.functional.mse_loss)
+
+
 class Fails(nn.Module):
     """Works at first, so that it passes the checks made before the ranks start."""
 
@@ -120,7 +126,7 @@ class Fails(nn.Module):
 
 
 def raises():
-    return Workload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), Fails()), rows, nn.functional.mse_loss)
+    return Workload(nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 2)), rows, nn.functional.mse_loss)
 
 
 @pytest.mark.drill
