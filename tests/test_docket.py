@@ -124,12 +124,12 @@ def test_again_judges_by_new_records(monkeypatch):
 
     def launched(lab, nproc, **options):
         calls.append((lab, nproc))
-        return Records([r for r in docket.recorded_evidence(docket.by_id("C16").notebook) if r.lab == lab])
+        return Records([r for r in docket.recorded_evidence(docket.by_id("E19").notebook) if r.lab == lab])
 
     monkeypatch.setattr(docket, "launch", launched)
-    found = docket.again("C16")
-    assert calls == [(c.lab, c.nproc) for c in docket.sheet("C16").calls] and calls
-    assert found.verdict.word == docket.sheet("C16").verdict.word
+    found = docket.again("E19")
+    assert calls == [(c.lab, c.nproc) for c in docket.sheet("E19").calls] and calls
+    assert found.verdict.word == docket.sheet("E19").verdict.word
     assert found.others[0][0] == "recorded"
 
 

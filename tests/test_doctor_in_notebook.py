@@ -41,7 +41,7 @@ def shown(monkeypatch, capsys):
 
 def test_cures_change_the_patient_and_one_takes_the_bad_line_away():
     case = BY_NAME["slow_loader"]
-    texts = visit.fixd_texts(case)
+    texts = visit.cured_texts(case)
     assert texts[visit.FIRST_CURE["slow_loader"]] == case.cured != case.text
     assert len({case.text, *texts.values()}) == 3
 

@@ -63,7 +63,8 @@ def test_all_that_a_launch_loads_is_code_behind_its_notebook():
         f"import sys\nfor m in {sorted(found)!r}: __import__(m)\nprint(*[m for m in sys.modules if m[:5] == 'labs.'])"
     )
     done = subprocess.run([sys.executable, "-c", load], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) - found == set()
+    empty = {"labs.claims", "labs.exercises"}  # packages with nothing but a docstring
+    assert set(done.stdout.split()) - found - empty == set()
 
 
 def test_the_page_of_all_claims_depends_on_all_judges_and_on_their_sheets(tmp_path, monkeypatch):

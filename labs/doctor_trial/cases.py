@@ -251,7 +251,10 @@ def _sick() -> Iterator[Case]:
     yield Case(
         "threads",
         DDP,
-        Change("torch.set_num_threads(1)", "torch.set_num_threads(2 * os.cpu_count())"),
+        Change(
+            " torch.manual_seed(args.seed)\n",
+            " torch.set_num_threads(2 * os.cpu_count()); torch.manual_seed(args.seed)\n",
+        ),
         ("threads",),
         ranks=2,
         options=LONG,
@@ -266,7 +269,7 @@ def _sick() -> Iterator[Case]:
     yield Case(
         "anomaly_recipe",
         SINGLE,
-        Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); torch.set_num_threads(1)"),
+        Change(" torch.manual_seed(args.seed)\n", " torch.set_anomaly_enabled(True); torch.manual_seed(args.seed)\n"),
         ("anomaly",),
         options=LONG,
     )

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labs.nccl_log import LOGGING
-
 
 @dataclass(frozen=True)
 class Place:
@@ -68,7 +66,7 @@ def doctor(script: str, *options: Any) -> Callable[[Place, Path], list[Any]]:
     return command
 
 
-NCCL = LOGGING | {"NCCL_DEBUG_FILE": "{part}/nccl.%p.txt"}
+NCCL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING", "NCCL_DEBUG_FILE": "{part}/nccl.%p.txt"}
 
 DATA = Path(__file__).parents[1] / "common" / "data" / "fashion_mnist_12k.npz"
 NOT_READY = (0, 1)
