@@ -18,9 +18,9 @@ def run(request):
     return launch("fully_sharded", nproc=request.param, oversubscribe=True, smoke=True)
 
 
-def test_every_way_trains_as_one_process(run):
-    found = {r.case["way"]: r.value for r in run.where("parameter_relative_error")}
-    assert set(found) == {"ddp", "fsdp", "fsdp, kept"} and max(found.values()) < 1e-10
+def test_every_way_has_the_gradient_of_one_process(run):
+    found = {r.case["way"]: r.value for r in run.where("gradient_relative_error")}
+    assert set(found) == {"ddp", "fsdp", "fsdp, kept"} and max(found.values()) < 1e-12
 
 
 @pytest.mark.parametrize("metric", ["held_bytes", "gathered_bytes", "sent_bytes"])
@@ -80,7 +80,7 @@ def test_bytes_of_collectives():
     assert sent_bytes("reduce_scatter", 80, 4, gloo=True) == 120
 
 
-@pytest.mark.parametrize("values", [{"model": "nope"}, {"batch_size": 0}, {"parity_steps": 0}, {"rounds": 2}])
+@pytest.mark.parametrize("values", [{"model": "nope"}, {"batch_size": 0}, {"rounds": 2}])
 def test_bad_values_are_one_line(values):
     with pytest.raises(BadInput) as e:
         launch("fully_sharded", **values)
