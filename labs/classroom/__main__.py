@@ -1,4 +1,4 @@
-"""The room on one page: who is ready, predictions against measurements, whose machine, which exercises.
+"""The room on one page: who is ready, predictions beside results, and how far the exercises are.
 
     python -m labs.classroom /shared/room                          # writes build/room/index.html
     python -m labs.classroom /shared/room --anonymous --watch 10   # letters for names, drawn again every 10 s
@@ -35,23 +35,23 @@ class Config:
     out: Path = Path("build/room")
     """Folder of the page."""
     watch: float = 0.0
-    """Read the room and draw the page again every so many seconds, until Ctrl-C; the page reloads itself."""
+    """Draw the page again every so many seconds, until Ctrl-C; the page reloads itself."""
     anonymous: bool = False
     """Letters in place of names, for a page that is projected."""
     reveal: tuple[str, ...] = ()
-    """Exercises whose solutions learners may see from now on, for example 03.1 "04.*" or all; draws no page."""
+    """Exercises whose solutions learners may see from now on: ids, "03.*" or "all"; draws no page."""
     hide: tuple[str, ...] = ()
-    """Exercises whose solutions they may not see any more; draws no page."""
+    """Exercises whose solutions they may no longer see; draws no page."""
 
     def __post_init__(self) -> None:
         require(self.folder.is_dir(), f"{self.folder} is not a folder: name the one that learners have as COURSE_ROOM")
         require(self.watch == 0 or 1 <= self.watch <= 3600, f"watch must be 1 to 3600 seconds, not {self.watch:g}")
-        room, out = self.folder.resolve(), self.out.resolve()
-        require(room != out and room not in out.parents, f"{self.out} is inside of the room: choose another with --out")
+        inside = self.out.resolve().is_relative_to(self.folder.resolve())
+        require(not inside, f"{self.out} is inside the room: choose another folder with --out")
 
 
 def change_revealed(folder: Path, reveal: tuple[str, ...], hide: tuple[str, ...]) -> list[str]:
-    """Write the room's list of revealed solutions and return it. BadInput for ids that do not exist."""
+    """Write the room's list of revealed solutions and return it. BadInput for ids that don't exist."""
     from labs.kit.check import exercise_ids
 
     ids = exercise_ids()
@@ -67,35 +67,22 @@ def change_revealed(folder: Path, reveal: tuple[str, ...], hide: tuple[str, ...]
     return chosen
 
 
-def draw(config: Config, seats) -> Path:  # type: ignore[no-untyped-def]
-    """Read the room, write the page, name on stderr what could not be read."""
-    from labs.classroom.room.collect import read_room
-    from labs.classroom.room.page import anonymous, render
-
-    room = read_room(config.folder)
-    for name, text in room.problems:
-        print(f"{PROG}: {name + ': ' if name else ''}{text}", file=sys.stderr)
-    shown = anonymous(room, seats) if config.anonymous else room
-    page = render(shown, hide_names=config.anonymous, refresh_s=config.watch)
-    return write_atomic(config.out / "index.html", page)
-
-
 def watch(config: Config) -> None:
-    """Draw the page, and again whenever a file of the room has changed. A share that is lost for a while is named."""
-    from labs.classroom.room.collect import signature
-    from labs.classroom.room.page import Seats
+    """Draw the page, and again whenever a file of the room has changed."""
+    from labs.classroom.collect import read_room, signature
+    from labs.classroom.room_page import Letters, render
 
-    seats, seen = Seats(), None
+    letters, seen = Letters() if config.anonymous else None, None
     while True:
         try:
-            now = signature(config.folder)
-            if now != seen:
-                print(f"{time.strftime('%H:%M:%S')}  {draw(config, seats)}", flush=True)
+            if (now := signature(config.folder)) != seen:
+                page = render(read_room(config.folder), letters, config.watch)
+                print(f"{time.strftime('%H:%M:%S')}  {write_atomic(config.out / 'index.html', page)}", flush=True)
                 seen = now
-        except (OSError, BadInput) as e:
+        except (OSError, BadInput) as e:  # a share that is lost for a while
             if not config.watch:
                 raise
-            print(f"{PROG}: {e}; tried again in {config.watch:g} s", file=sys.stderr)
+            print(f"{PROG}: {e}; trying again in {config.watch:g} s", file=sys.stderr)
         if not config.watch:
             return
         time.sleep(config.watch)
@@ -106,8 +93,7 @@ def main() -> int:
     config = cli.parse_config(Config, __doc__, PROG)
     try:
         if config.reveal or config.hide:
-            chosen = change_revealed(config.folder, config.reveal, config.hide)
-            print(f"revealed: {', '.join(chosen) or 'nothing'}")
+            print(f"revealed: {', '.join(change_revealed(config.folder, config.reveal, config.hide)) or 'nothing'}")
         else:
             watch(config)
     except BadInput as e:

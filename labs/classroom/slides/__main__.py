@@ -4,23 +4,77 @@
     python -m labs.classroom.slides --source build           # the outputs of this machine's `make course`
     python -m labs.classroom.slides 03_dataparallel_vs_ddp --solutions 03.1 03.3
 
-A question and the cell for its prediction stand on one slide, and what was measured on the next. Solutions are left
-out unless asked for ("all", or their ids). Exit code: 0 written, 2 bad input.
+A question and the cell for its prediction are on one slide, and the result on the next. Solutions are left out unless
+you ask for them ("all", or their ids). Exit code: 0 written, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import re
 import shutil
 import sys
 from pathlib import Path
 
-from labs.classroom.slides.pages import REVEAL, index_page, slides_page
+import nbformat
+from nbformat import NotebookNode
+
+from labs.classroom.slides.parts import parts_of
 from labs.kit.check import exercise_ids
 from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS, choose
 from labs.kit.errors import BadInput, require
+from labs.kit.notebook_report import Entry, Formulas
 from labs.kit.record import write_atomic
+
+HERE = Path(__file__).parent
+REVEAL = HERE / "reveal"
+
+
+def slides_page(path: Path, solved: set[str] = frozenset()) -> str:
+    """The HTML of one notebook's slides, with the solutions of the exercises in `solved`.
+
+    Raises:
+        BadInput: the file is no notebook, or holds no outputs, so there is nothing to show.
+    """
+    from nbconvert import SlidesExporter
+
+    notebook, formulas = _read(path), Formulas()
+    formulas.take_out_of(notebook)
+    notebook.cells = parts_of(notebook.cells, solved)
+    exporter = SlidesExporter(
+        template_name="template",
+        extra_template_basedirs=[str(HERE)],
+        embed_images=True,
+        reveal_url_prefix="reveal",
+        reveal_theme="course",
+        require_js_url="",
+        jquery_url="",
+        mathjax_url="",
+        mermaid_js_url="",
+    )
+    resources = {"metadata": {"name": Entry.of(path).title, "path": str(path.parent)}}
+    page, _ = exporter.from_notebook_node(notebook, resources=resources)
+    return re.sub(r'href="(?:\./)?([\w-]+)\.ipynb(#[^"]*)?"', r'href="\1.html"', formulas.put_back(page))
+
+
+def index_page(sources: list[Path]) -> str:
+    """A page with a link to each set of slides."""
+    entries = [Entry.of(p) for p in sources]
+    rows = [f'<li><a href="{e.name}.html">{e.name[:2]}: {html.escape(e.title)}</a></li>' for e in entries]
+    style = "body { font: 24px/1.8 system-ui, sans-serif; margin: 3rem auto; max-width: 45rem } li { list-style: none }"
+    head = f'<meta charset="utf-8"><title>Slides</title><style>{style}</style>'
+    keys = "<p>Space goes on, Shift-Space back, Esc shows all slides, B blanks the screen.</p>"
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body><ul>{"".join(rows)}</ul>{keys}</body></html>\n'
+
+
+def _read(path: Path) -> NotebookNode:
+    Entry.of(path)  # BadInput if it is no notebook
+    notebook = nbformat.read(path, as_version=4)
+    ran = any(c.outputs for c in notebook.cells if c.cell_type == "code")
+    require(ran, f"{path} has no outputs: run `make course`, then add --source build")
+    return notebook
 
 
 def main() -> int:

@@ -1,1 +1,0 @@
-"""The instructor's page of a room: what `labs.kit.room` kept there, read, compared and drawn."""
