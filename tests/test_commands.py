@@ -17,7 +17,14 @@ from processes import new_environment
 from labs.kit.lab import experiments
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md", "docs/COMMANDS.md", "docs/TROUBLESHOOTING.md")
+PAGES = (
+    "README.md",
+    "INSTRUCTOR.md",
+    "docs/INSTALL.md",
+    "docs/COMMANDS.md",
+    "docs/WATCH.md",
+    "docs/TROUBLESHOOTING.md",
+)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*python -m \S.*")
 # Commands that are not run here: they need a network, a GPU or another machine, or have tests of their own.
 ELSEWHERE = (

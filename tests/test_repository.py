@@ -161,7 +161,7 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 def test_commands_of_the_pages_exist():
-    pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/COMMANDS.md"))
+    pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/COMMANDS.md", "docs/WATCH.md"))
     targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", pages, re.MULTILINE))
     assert {"lab", "course", "test", "test-all"} <= targets <= makefile_targets()
     modules = set(re.findall(r"-m (labs\.[\w.]+)", pages))

@@ -19,7 +19,7 @@ from labs.kit import requirements
 
 ROOT = Path(__file__).parents[1]
 PIN = requirements.tested()
-PAGE = (ROOT / "docs" / "INSTALL.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "COLAB.md").read_text("utf-8")
 
 
 def test_versions_are_compared_as_numbers():

@@ -35,7 +35,7 @@ def test_texts_that_the_catalog_was_built_with_find_their_row():
 def test_the_rate_on_texts_that_were_held_out_is_as_the_documents_say():
     held = [t for t in TEXTS if t["use"] == "held out"]
     right = sum(t["row"] != "none" and first(t["text"]) == t["row"] for t in held)
-    assert f"{right} of {len(held)} texts" in RATE and RATE in (ROOT / "docs" / "COMMANDS.md").read_text().replace(
+    assert f"{right} of {len(held)} texts" in RATE and RATE in (ROOT / "docs" / "WATCH.md").read_text().replace(
         "\n", " "
     )
 
