@@ -1,8 +1,8 @@
-"""PyTorch's private API, all that the course uses of it. It changes without notice, so nothing else in labs touches it.
+"""All of PyTorch's private API that the course uses. It changes without notice, so no other module in labs touches it.
 
-`from labs.kit._compat import TorchDispatchMode` imports what PLACES names, when it is asked for; what ATTRIBUTES names
-are functions that read an attribute of an object. Another torch that has moved it gives one clear error. Recipes stand
-alone and carry their own guards.
+`from labs.kit._compat import TorchDispatchMode` imports a name listed in PLACES at that moment. The names in ATTRIBUTES
+are functions that read an attribute of an object. If torch has moved something, you get one clear error. Recipes don't
+import labs, so they carry their own guards.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from labs.kit.errors import BadInput
 
 DYNAMO = "torch._dynamo"
-"""The first optimizer and the first DDP of a process import it, which takes as long as torch: preload it where that
-would be timed."""
+"""The first optimizer and the first DDP of a process import this, which takes as long as importing torch itself:
+preload it where that would be timed."""
 C = "torch._C"
 DDP = "torch.nn.parallel:DistributedDataParallel"
 LOADING = "torch.utils.data.dataloader"
 
 PLACES = {
-    # Seeing every operation, and tensors without memory
+    # Operator interception, and tensors without memory
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map": "torch.utils._pytree:tree_map",
@@ -47,7 +47,7 @@ PLACES = {
     "graph_task": f"{C}:_current_graph_task_id",
     "profiler_enabled": "torch.autograd:_profiler_enabled",
     "fused_optimizer_devices": "torch.utils._foreach_utils:_get_fused_kernels_supported_devices",
-    # The history of CUDA's allocator: private, and the documented way
+    # The CUDA allocator's history: private, but the documented way
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "dump_memory": "torch.cuda.memory:_dump_snapshot",
     "memory_snapshot": "torch.cuda.memory:_snapshot",
@@ -75,30 +75,30 @@ PLACES = {
     "Normalisation": "torch.nn.modules.batchnorm:_NormBase",
     "fetchers": "torch.utils.data._utils:fetch",
     "LoaderIterator": f"{LOADING}:_BaseDataLoaderIter",
-    # The build, and how a checkpoint is read and written
+    # The build
     "cuda_arch_flags": f"{C}:_cuda_getArchFlags",
     "cudnn_version": f"{C}:_cudnn.getVersionInt",
     "extension": C,
 }
-"""{name here: module, or module:attribute, in torch}."""
+"""{our name: module or module:attribute in torch}."""
 
 ATTRIBUTES = {
-    "storage_key": "torch:UntypedStorage._cdata",  # tells storages apart that are alive: also those without memory
+    "storage_key": "torch:UntypedStorage._cdata",  # unique among live storages, including those without memory
     "times_written": "torch:Tensor._version",
     "plain_call": "torch.nn:Module._call_impl",
     "compiled_call": "torch.nn:Module._compiled_call_impl",
-    "autocast_is_on": "torch:autocast._enabled",  # in this context, whether or not it has been entered
+    "autocast_is_on": "torch:autocast._enabled",  # of this context, even before it is entered
     "batches_given": f"{LOADING}:_BaseDataLoaderIter._num_yielded",
     "comm_hooks": f"{DDP}._comm_hooks",
     "delayed_parameters": f"{DDP}._delay_all_reduce_params",
     "delays_all": f"{DDP}._delay_all_reduce_all_params",
     "reduces_in_python": f"{DDP}._use_python_reducer",
 }
-"""{name here: module:class.attribute, which `name(object)` reads}."""
+"""{our name: module:class.attribute}; `our_name(object)` reads the attribute."""
 
 
 class PrivateApiChanged(BadInput):
-    """This torch has no longer, or not yet, what the course uses."""
+    """The installed torch lacks a private name that the course uses."""
 
 
 def __getattr__(name: str) -> Any:
@@ -124,7 +124,7 @@ def _find(place: str) -> Any:
 
 
 def _reader(place: str) -> Callable[[Any], Any]:
-    """Make a function that reads an attribute: without any check per call where the class itself has it."""
+    """Return a function that reads an attribute. If the class itself has it, a call costs no extra check."""
     owner, _, attribute = place.rpartition(".")
     plain = operator.attrgetter(attribute)
     if hasattr(_find(owner), attribute):
@@ -147,45 +147,46 @@ def _changed(place: str) -> PrivateApiChanged:
 
 
 def preload_dynamo() -> None:
-    """Import it now, so that no timed step does."""
+    """Import torch._dynamo now, so that no timed step does."""
     _find(DYNAMO)
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made so far in this process; 0 if it was never used. Imports nothing."""
+    """Return how many graphs torch.compile has made in this process; 0 if it was never used. Imports nothing."""
     module = sys.modules.get(f"{DYNAMO}.utils")
     return int(module.counters["stats"]["unique_graphs"]) if module else 0
 
 
 def flight_recorders() -> Iterator[Callable[..., bytes]]:
-    """What dumps the flight recorders of this process, for `pickle.loads`: gloo's, and NCCL's if it is built in."""
+    """Yield the functions that dump this process's flight recorders as a pickle: gloo's, and NCCL's if it is built
+    in."""
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         with contextlib.suppress(PrivateApiChanged):
             yield _find(f"{C}:_distributed_c10d.{name}")
 
 
 def flight_recorders_in_json() -> list[Callable[..., bytes]]:
-    """Return the same for `json.loads`, as far as torch is loaded by now and has them. Imports nothing."""
+    """Return the functions that dump them as JSON, if torch is already loaded and has them. Imports nothing."""
     c10d = getattr(sys.modules.get(C), "_distributed_c10d", None)
     return [getattr(c10d, n) for n in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, n)]
 
 
 def loaded_loader_iterator() -> Any:
-    """Return the class that iterators of loaders derive from, once its module is loaded. Imports nothing."""
+    """Return the base class of DataLoader iterators, or None until torch has loaded its module. Imports nothing."""
     module = sys.modules.get(LOADING)
     return getattr(module, "_BaseDataLoaderIter", None) if hasattr(module, "_MultiProcessingDataLoaderIter") else None
 
 
 def end_workers(batches: Any) -> None:
-    """End the workers of a loader's iterator now, if it has any; the garbage collector does it at some time."""
+    """Stop the workers of a DataLoader iterator now, if it has any, instead of waiting for the garbage collector."""
     if hasattr(batches, "_shutdown_workers"):
         batches._shutdown_workers()
 
 
 def call_through(module: Any, function: Callable | None) -> None:
-    """Have `module(...)` call `function`, as after `module.compile()`; None: its forward, as ever.
+    """Make `module(...)` call `function`, as `module.compile()` does. With None, it calls its forward again.
 
-    Not by setattr: an OptimizedModule would hand it on to the module within.
+    This doesn't use setattr, because an OptimizedModule passes that on to the module it wraps.
     """
     if function is not None:
         module.__dict__["_compiled_call_impl"] = function
@@ -194,13 +195,13 @@ def call_through(module: Any, function: Callable | None) -> None:
 
 
 def tensors_of_scaler(scaler: Any) -> list[Any]:
-    """Return the scale of a GradScaler and its count of good steps; none if it is unused so far, or disabled."""
+    """Return a GradScaler's scale and its count of good steps; an empty list if it is disabled or hasn't been used."""
     found = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
     return [t for t in found if t is not None]
 
 
 def rebuild_reducer(ddp: Any) -> None:
-    """Make DDP's reducer anew: whether it searches for unused parameters, it knows from its birth."""
+    """Build DDP's reducer again, since it reads `find_unused_parameters` only when it is built."""
     parameters, sparse = _find(f"{DDP}._build_params_for_reducer")(ddp)
     names = _find(f"{DDP}._build_debug_param_to_name_mapping")(ddp, parameters)
     _find(f"{DDP}._ddp_init_helper")(ddp, parameters, sparse, names, ddp.static_graph)

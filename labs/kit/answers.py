@@ -1,6 +1,6 @@
-"""What a checker asks of a learner's function: one number, numbers for several cases, an answer from ranks.
+"""Check a learner's function: one number, numbers for several cases, or results from ranks.
 
-Each raises Mistake with the slip by name where it is known. On ranks, a hang is noticed soon and explained.
+Each check raises Mistake, with the known mistake if it recognises one. A hang on ranks is detected within seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labs.kit.monitor import family
 
 
 def number(value: Any, example: str) -> float:
-    """`value` as a float. Mistake, which shows `example`, if it is none or not finite."""
+    """Return `value` as a float. Raises Mistake, which shows `example`, if it isn't a finite number."""
     try:
         found = float(value)
     except (TypeError, ValueError):
@@ -41,22 +41,22 @@ def number(value: Any, example: str) -> float:
 
 
 Slip = tuple[Callable[[Any], float], str, str]
-"""What a mistake makes of a case, what the mistake is, and a hint."""
+"""(function that computes a case's value with this mistake, what the mistake is, hint)."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One number, asked for several cases."""
+    """A question with one number as its answer, asked for several cases."""
 
     name: str
     cases: Sequence[Any]
     slips: Sequence[Slip]
     facts: Callable[[Any], str]
-    """A case in words, for answers that no slip explains."""
+    """Describes a case in words, for answers that no known mistake explains."""
     hint: str
 
     def judge(self, got: Sequence[float], want: Sequence[float]) -> None:
-        """Mistake unless all of `got` are `want`, to a part in a thousand; zeros and infinities exactly."""
+        """Raise Mistake unless `got` equals `want` to one part in a thousand (zeros and infinities exactly)."""
         if _alike(got, want):
             return
         for wrong, what, hint in self.slips:
@@ -74,20 +74,20 @@ def _alike(a: Any, b: Any, rtol: float = 1e-3) -> bool:
 
 
 WAIT_S = 4.0
-"""How long a rank waits for the others. Start-up is not part of it. On a rank, read it when it is needed."""
+"""Seconds that a rank waits for the others, start-up excluded. `_impatient` sets it per rank: read it when needed."""
 RUN_S = 30.0
-"""How long a run may take in all; the import of torch is not part of it."""
+"""Seconds a whole run may take; importing torch isn't included."""
 MORE = 4
-"""So many times WAIT_S the ranks wait for each other when they have given up one that was still at work."""
+"""Factor on WAIT_S for the second try, after the ranks gave up on one that was still working."""
 GAVE_UP = r"[Tt]imed ?out|monitoredBarrier|[Cc]onnection (was )?(closed|reset)|Broken pipe|killed by SIGABRT"
 NOISE = re.compile(r"ProcessGroupGloo|gloo::|preamble\.length")
 
 
 def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> list[Any]:
-    """`body(*args)` on every rank; what each returned, in rank order. RankFailed if one raises.
+    """Run `body(*args)` on every rank and return the results in rank order. Raises RankFailed if one raises.
 
-    Mistake if a rank waits for a collective that another one never calls, or calls with another size; `when`
-    ends its first sentence.
+    Raises Mistake if a rank waits for a collective that another one never calls, or calls with another size. `when`
+    ends the first sentence of its message.
     """
     printed = io.StringIO()
     try:
@@ -95,7 +95,7 @@ def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> lis
             with _Work() as work:
                 try:
                     return run_on_ranks(_impatient, ranks, WAIT_S, body, args, timeout_s=RUN_S)
-                except RankFailed as e:  # on a busy machine a rank may only be late
+                except RankFailed as e:  # on a busy machine a rank may just be late
                     if isinstance(e, RankTimeout) or not re.search(GAVE_UP, str(e)) or not work.went_on():
                         raise
             return run_on_ranks(_impatient, ranks, MORE * WAIT_S, body, args, timeout_s=RUN_S + MORE * WAIT_S)
@@ -114,10 +114,7 @@ def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> lis
 
 
 class _Work(threading.Thread):
-    """Looks, while it is entered, whether a rank computes, or would if it had a core.
-
-    Ranks that wait for each other sleep, all of them.
-    """
+    """Samples, while entered, whether any rank computes or is ready to; ranks that wait for each other all sleep."""
 
     EVERY_S = 0.1
 
@@ -133,7 +130,7 @@ class _Work(threading.Thread):
                 self.seen.append(any(map(_is_at_work, ranks)))
 
     def went_on(self) -> bool:
-        """Whether there was work in a third of the last looks, as many as fit into WAIT_S: ending takes a part, too."""
+        """Return whether a third of the samples of the last WAIT_S saw work; the rest allows for shutting down."""
         last = self.seen[-round(WAIT_S / self.EVERY_S) :]
         return sum(last) > len(last) / 3
 
@@ -155,18 +152,18 @@ def _is_at_work(pid: int) -> bool:
 
 def _impatient(wait_s: float, body: Callable[..., Any], args: tuple) -> Any:
     global WAIT_S
-    WAIT_S = wait_s  # this rank's own
+    WAIT_S = wait_s  # in this rank's process
     # torch has no public way to change the timeout of the group that a rank is already in.
     _compat.set_group_timeout(datetime.timedelta(seconds=WAIT_S))
     result = body(*args)
-    # Point to point, so that it cannot be taken for the collective that another rank still waits in; and slower
-    # to give up, so that the traceback is that of the learner's line.
+    # Point to point, so it can't match the collective that another rank still waits in. Its longer timeout makes the
+    # learner's line fail first, so the traceback shows that line.
     dist.monitored_barrier(timeout=datetime.timedelta(seconds=WAIT_S + 1.5))
     return result
 
 
 def _where(text: str) -> str:
-    """The learner's line that a rank was waiting in, from its traceback."""
+    """Return the learner's line in which the failing rank was waiting, from its traceback; "" if there is none."""
     own = [
         m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|chapters|exercises)/", m["file"])
     ]

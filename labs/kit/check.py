@@ -1,12 +1,11 @@
-"""Predictions that are kept, and exercises that check themselves by running what the learner wrote.
+"""Predictions that are recorded, and exercises that check themselves by running what the learner wrote.
 
     guess = predict(1.8, "speed-up of DDP on 2 ranks", unit="x")
     check("03.1", my_function)      # prints "to do", "passed" or "not yet" with what went wrong
     show_solution("03.1")
 
-A checker is a function of one argument, the learner's function. It runs in a process of its own. It returns when all
-is well and raises `Mistake` when it knows what went wrong. Any other exception is explained as an error in the
-learner's code.
+A checker takes the learner's function and runs in a separate process. It returns if the answer is right and raises
+`Mistake` if it knows what went wrong. Any other exception is explained as an error in the learner's code.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from labs.kit.fork_server import start_fork_server
 
 
 class Prediction(float):
-    """A number the learner wrote down before measuring; NaN where they have not decided yet."""
+    """A number the learner wrote down before measuring; NaN if they haven't decided yet."""
 
     what: str
     unit: str
@@ -47,7 +46,7 @@ class Prediction(float):
 
     @property
     def value(self) -> float:
-        """The number itself, in `unit`."""
+        """The plain number, in `unit`."""
         return float(self)
 
     def __repr__(self) -> str:
@@ -58,9 +57,9 @@ class Prediction(float):
         return Prediction, (float(self), self.what, self.unit)
 
     def against(self, measured: Any, kind: str = "measured") -> str:
-        """One sentence that compares the prediction with a number or an Estimate (value, low, high) of this `kind`.
+        """Return one sentence comparing the prediction with a number or an Estimate (value, low, high) of this `kind`.
 
-        With COURSE_ROOM set, both are kept there.
+        With COURSE_ROOM set, saves both there.
         """
         value = float(getattr(measured, "value", measured))
         low, high = getattr(measured, "low", value), getattr(measured, "high", value)
@@ -74,9 +73,9 @@ class Prediction(float):
         return f"{said}; that is {_distance(float(self), value, self.unit)}{direction} what was {kind}."
 
     def reveal(self, measured: Any, kind: str = "measured") -> None:
-        """Print the guess beside a number or an Estimate of this `kind`: "You said 2x; measured 1.06x (1.01 to 1.10)."
+        """Print the guess and a number or Estimate of this `kind`: "You said 2x; measured 1.06x (1.01 to 1.10)."
 
-        With COURSE_ROOM set, both are kept there.
+        With COURSE_ROOM set, saves both there.
         """
         value = float(getattr(measured, "value", measured))
         low, high = (float(getattr(measured, end, value)) for end in ("low", "high"))
@@ -103,7 +102,7 @@ class Prediction(float):
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """`value` to 2 or 3 digits with its unit: "1.06x", "12.3 ms", "0.35 s", "86.0%"."""
+    """Format `value` with 2 or 3 digits and its unit: "1.06x", "12.3 ms", "0.35 s", "86.0%"."""
     size = abs(value)
     text = f"{value:,.0f}" if size >= 100 or not size else f"{value:.{1 if size >= 10 else 2}f}"
     text = f"{value:.2g}" if 0 < size < 0.1 else text
@@ -111,7 +110,7 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 def _distance(guess: float, value: float, unit: str) -> str:
-    """ "12 points " between percentages; else "30 % " between near numbers, "a factor of 20 " between distant ones."""
+    """Return "12 points " between percentages, "30 % " between near numbers, "a factor of 20 " between distant ones."""
     if unit in ("%", "points") or value == 0 or guess / value <= 0:
         apart = abs(guess - value)
         return f"{apart:.{0 if apart >= 10 else 1}f} {'points' if unit == '%' else unit} ".replace("  ", " ")
@@ -123,7 +122,7 @@ def _distance(guess: float, value: float, unit: str) -> str:
 
 
 def predict(value: float | None, what: str, unit: str = "") -> Prediction:
-    """Keep a prediction of `what`, in `unit`, also in the room if there is one. None means not decided yet."""
+    """Return a Prediction of `what`, in `unit`, and save it in the room if there is one. None means not decided yet."""
     if value is None or value is Ellipsis or repr(value) == "TODO":
         value = math.nan
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -135,7 +134,7 @@ def predict(value: float | None, what: str, unit: str = "") -> Prediction:
 
 
 class _Todo:
-    """What an exercise's stub returns. There is one, also after pickling."""
+    """What an exercise's stub returns. A singleton, even after pickling."""
 
     def __repr__(self) -> str:
         return "TODO"
@@ -149,7 +148,7 @@ TODO = _Todo()
 
 @dataclass(frozen=True)
 class Exercise:
-    """What is asked, how it is judged, and one answer."""
+    """An exercise: its task, its checker and a reference solution."""
 
     task: str
     checker: Callable[[Callable[..., Any]], None]
@@ -159,22 +158,22 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one check: state is "to do", "passed" or "not yet"; text is what the learner reads."""
+    """Result of one check. `state` is "to do", "passed" or "not yet"; the learner reads `text`."""
 
     state: str
     text: str
 
     @property
     def feedback(self) -> str:
-        """What was found wrong, without the exercise's id; "" if nothing was."""
+        """What was wrong, without the exercise's id; "" if nothing was."""
         return self.text.partition(" not yet: ")[2] if self.state == "not yet" else ""
 
 
 def check(exercise_id: str, candidate: Any, solutions: bool = False) -> None:
     """Run `candidate` against exercise `exercise_id` and print the outcome.
 
-    Errors in the learner's code are explained, never raised. With `solutions` the reference is judged in the
-    candidate's place, and AssertionError is raised if it does not pass.
+    Errors in the learner's code are explained, not raised. With `solutions`, checks the reference instead of the
+    candidate, and raises AssertionError if it fails.
     """
     outcome = examine(exercise_id, get_exercise(exercise_id).reference if solutions else candidate)
     print(outcome.text)
@@ -184,7 +183,7 @@ def check(exercise_id: str, candidate: Any, solutions: bool = False) -> None:
 
 
 def examine(exercise_id: str, candidate: Any) -> Outcome:
-    """What `check` prints, as a value."""
+    """Return the outcome that `check` prints."""
     exercise = get_exercise(exercise_id)
     if _is_todo(candidate):
         return Outcome("to do", f"{exercise_id} to do: {exercise.task}")
@@ -197,9 +196,9 @@ def examine(exercise_id: str, candidate: Any) -> Outcome:
 
 
 def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
-    """None if the checker is content, TODO if the candidate still returns it, otherwise the feedback.
+    """Return None if the checker accepts the candidate, TODO if the candidate still returns it, otherwise the feedback.
 
-    In a process of its own, which is killed, with its ranks, when the time is up.
+    Runs in a separate process, which is killed together with its ranks after the exercise's timeout.
     """
     import cloudpickle
 
@@ -235,19 +234,19 @@ def _left(how: str) -> str:
 
 
 def _judge(body: bytes, folder: Path) -> None:
-    """In the process of its own: run the checker, and leave its verdict and all that was printed in `folder`."""
+    """Run the checker in its own process; write its verdict and everything printed into `folder`."""
     import cloudpickle
 
     from labs.kit.rank_process import know_cells, own_children
 
-    supervise.announce(folder, "0")  # it is killed with the kernel
+    supervise.announce(folder, "0")  # so that it's killed with the kernel
     out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(out, descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     own_children(folder)
-    start_fork_server(forked=True).ready.touch()  # at once: before torch has threads that a fork would lack
+    start_fork_server(forked=True).ready.touch()  # before torch starts threads, which a fork would lack
     checker, candidate, cells = cloudpickle.loads(body)
     know_cells(cells)
     found: Any = None
@@ -259,12 +258,12 @@ def _judge(body: bytes, folder: Path) -> None:
         found = str(mistake)
     except SystemExit:
         found = _left("exit() or SystemExit")
-    except BaseException as error:  # a learner's own class may be no Exception
+    except BaseException as error:  # a learner's class may not derive from Exception
         found = TODO if "_ReturnedTodo" in error_text(error) else describe_error(error, candidate)
     (folder / "new").write_bytes(cloudpickle.dumps(found))
     (folder / "new").replace(folder / "result")
     sys.stdout.flush()
-    os._exit(0)  # whatever the learner's code has left running
+    os._exit(0)  # despite anything the learner's code has left running
 
 
 class _ReturnedTodo(Exception):
@@ -272,7 +271,7 @@ class _ReturnedTodo(Exception):
 
 
 def _watch_for_todo(candidate: Callable[..., Any]) -> Callable[..., Any]:
-    """`candidate`, except that returning TODO raises. Generators and classes pass through untouched."""
+    """Return `candidate` wrapped so that returning TODO raises. Generators and classes are returned unchanged."""
     if not inspect.isfunction(candidate) or inspect.isgeneratorfunction(candidate):
         return candidate
 
@@ -287,7 +286,7 @@ def _watch_for_todo(candidate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_todo(candidate: Any) -> bool:
-    """True for TODO itself and for a function, or a class with a method, that still mentions it: nothing is run."""
+    """Return whether `candidate` is TODO, or a function (or class with a method) that mentions it. Runs nothing."""
     if isinstance(candidate, _Todo) or _is_stub(candidate):
         return True
     if isinstance(candidate, type):
@@ -298,7 +297,7 @@ def _is_todo(candidate: Any) -> bool:
 
 
 def _is_stub(candidate: Any) -> bool:
-    """True for a function whose body is `...`; a lambda that returns None is an answer."""
+    """Return whether a function's body is only `...`. A lambda that returns None counts as an answer."""
 
     def stub() -> None: ...
 
@@ -338,7 +337,7 @@ UNSENDABLE = "your function uses something that belongs to this process, such as
 
 
 def exercise_ids() -> list[str]:
-    """Ids of all exercises of the course, in order."""
+    """Return the ids of all exercises of the course, in order."""
     labs = Path(__file__).parents[1]
     names = [f"labs.exercises.{p.stem}" for p in sorted((labs / "exercises").glob("nb*.py"))]
     names += [f"labs.chapters.{p.parent.name}.exercises" for p in sorted((labs / "chapters").glob("nb*/exercises.py"))]
@@ -346,7 +345,7 @@ def exercise_ids() -> list[str]:
 
 
 def get_exercise(exercise_id: str) -> Exercise:
-    """The exercise with this id, for example "03.1". BadInput names the ids there are."""
+    """Return the exercise with this id, for example "03.1". BadInput lists the valid ids."""
     notebook = str(exercise_id).partition(".")[0]
     for name in (f"labs.exercises.nb{notebook}", f"labs.chapters.nb{notebook}.exercises"):
         with contextlib.suppress(ModuleNotFoundError, KeyError):
@@ -355,7 +354,7 @@ def get_exercise(exercise_id: str) -> Exercise:
 
 
 def show_solution(exercise_id: str) -> None:
-    """Show the source of the reference solution, highlighted in a notebook; in a room, once it is revealed there."""
+    """Show the source of the reference solution. In a room, only after the instructor has revealed it."""
     exercise = get_exercise(exercise_id)
     if not room.revealed(exercise_id):
         print(f"{exercise_id}: not revealed yet by your instructor; try it, and ask for a hint if you are stuck")
@@ -374,11 +373,11 @@ def show_solution(exercise_id: str) -> None:
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 MAX_FRAMES = 5
-LONGEST = 1500  # characters of what a learner reads: nobody reads the ten thousand numbers that a function returned
+LONGEST = 1500  # characters shown to a learner, for functions that return ten thousand numbers
 
 
 class Mistake(Exception):
-    """A mistake that a checker recognised: what was done, and a hint at what to do instead."""
+    """A mistake that a checker recognised: what is wrong, and a hint at what to do instead."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what, hint)
@@ -390,13 +389,13 @@ class Mistake(Exception):
 
 
 def shown(text: str, most: int = LONGEST) -> str:
-    """`text` as any screen and file can take it: no half of a surrogate pair, at most `most` characters."""
+    """Cut `text` to `most` characters and escape lone surrogates, so that every screen and file accepts it."""
     cut = text if len(text) <= most else text[: most - 3] + "..."
     return cut.encode("utf-8", "backslashreplace").decode()
 
 
 def error_text(error: BaseException) -> str:
-    """`str(error)`, or what takes its place if a learner's own class cannot give it."""
+    """Return `str(error)`, or a replacement if the learner's class raises in __str__."""
     try:
         return str(error)
     except Exception as e:
@@ -404,10 +403,10 @@ def error_text(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
-    """The error in one line, the learner's own frames, and a hint. Frames of other code are left out."""
+    """Return the error in one line, the learner's frames (no others) and a hint."""
     root = _root(error)
     text, whole = f"{type(root).__name__}: {error_text(root)}".strip().rstrip(":"), error_text(error)
-    frames = list(_remote_frames(whole, candidate))  # raised on a rank: its text holds a traceback
+    frames = list(_remote_frames(whole, candidate))  # if it was raised on a rank, its text holds a traceback
     if frames:
         text = _last_error_line(whole)
     frames = frames or list(_own_frames(root, candidate))
@@ -418,9 +417,9 @@ def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The exception that started it all, when one was raised from another."""
+    """Return the original exception at the end of a chain of `raise ... from`."""
     seen = set[int]()
-    while error.__cause__ is not None and id(error) not in seen:  # two may name each other
+    while error.__cause__ is not None and id(error) not in seen:  # two exceptions may name each other as cause
         seen.add(id(error))
         error = error.__cause__
     return error
@@ -436,7 +435,7 @@ def _first_line(text: str) -> str:
 
 
 def _learner_file(filename: str, candidate: Callable[..., Any]) -> bool:
-    """True for the file (or notebook cell) that holds the candidate, and for other cells of a notebook."""
+    """Return whether a file is the one (or notebook cell) that holds the candidate, or another cell of a notebook."""
     code = getattr(candidate, "__code__", None)
     own = code.co_filename if code else None
     library = filename.startswith(sysconfig.get_paths()["purelib"])
@@ -444,14 +443,15 @@ def _learner_file(filename: str, candidate: Callable[..., Any]) -> bool:
 
 
 def _own_frames(error: BaseException, candidate: Callable[..., Any]) -> Iterator[tuple[int, str, str]]:
-    """(line number, function, source line) of the frames of this process that belong to the learner."""
+    """Yield (line number, function, source line) of this process's frames that belong to the learner."""
     for frame in traceback.extract_tb(error.__traceback__):
         if _learner_file(frame.filename, candidate):
             yield frame.lineno or 0, frame.name, frame.line or ""
 
 
 def _remote_frames(text: str, candidate: Callable[..., Any]) -> Iterator[tuple[int, str, str]]:
-    """The same from a traceback that arrived as text; the rank had no source of a notebook's cell, we do."""
+    """Yield the same from a traceback that arrived as text. The rank lacked the source of notebook cells; we have
+    it."""
     for match in FRAME.finditer(text):
         if _learner_file(match["file"], candidate):
             line = linecache.getline(match["file"], int(match["line"])).strip()
@@ -459,7 +459,7 @@ def _remote_frames(text: str, candidate: Callable[..., Any]) -> Iterator[tuple[i
 
 
 def _last_error_line(text: str) -> str:
-    """The "ValueError: ..." line that ends the first traceback in `text`."""
+    """Return the line "ValueError: ..." that ends the first traceback in `text`."""
     lines = text[FRAME.search(text).start() :].splitlines()  # type: ignore[union-attr]
     ends = (s for s in lines[1:] if re.match(r"[A-Za-z_][\w.]*(:|$)", s) and not s.startswith("File "))
     return next(ends, lines[-1])

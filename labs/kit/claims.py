@@ -1,4 +1,4 @@
-"""Claims on trial: what five articles state, and what the records of this course say about it.
+"""Claims on trial: what five articles state, and what this course's records say about it.
 
     from labs.kit.claims import Verdict, table, verdict
 
@@ -53,9 +53,9 @@ class Article:
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement. `paper` is the verdict of reading alone, `gpus` the fewest that a test needs.
+    """One statement. `paper` is the verdict from reading alone; `gpus` is the smallest number that a test needs.
 
-    `changes` says what observation would change the verdict, `command` what decides it on a machine with GPUs.
+    `changes` says which observation would change the verdict; `command` decides it on a machine with GPUs.
     """
 
     id: str
@@ -68,24 +68,24 @@ class Claim:
     changes: str = ""
     command: str = ""
     subject: str = ""
-    """What it is about, for example "data parallelism": its notebook's, unless claims.toml gives the claim its own."""
+    """Its topic, for example "data parallelism": the notebook's, unless claims.toml sets one for this claim."""
     verdict: str = ""
-    """One of WORDS, where the course no longer runs what decided it; such a claim has no verdict function."""
+    """One of WORDS, if the course no longer runs the experiment behind it. Such a claim has no verdict function."""
     because: str = ""
     decided: str = ""
     """How `verdict` was reached: "a run of labs.lr_scaling, 2026-11-27", "documentation", "arithmetic"."""
     kind: str = ""
-    """Which kind of number `verdict` rests on, one of KINDS; empty if on none."""
+    """The kind of number `verdict` rests on, one of KINDS; empty if on none."""
 
     @property
     def source(self) -> str:
-        """Where it is stated, for example "A, lines 50-51"."""
+        """The place of the statement, for example "A, lines 50-51"."""
         return f"{self.id[0]}, line{'' if self.lines.isdigit() else 's'} {self.lines}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A word of WORDS, the reason with its numbers, and which kind of number it rests on ("" if on none)."""
+    """A word from WORDS, the reason with its numbers, and the kind of number it rests on ("" if on none)."""
 
     word: str
     because: str
@@ -105,7 +105,7 @@ _judges: dict[str, Judge] = {}
 def verdict(claim_id: str) -> Callable[[Judge], Judge]:
     """Register a function of the records as the judge of claim `claim_id`.
 
-    ValueError if there is no such claim, it has a judge already, or it belongs to another notebook's module.
+    Raises ValueError if the claim doesn't exist, already has a judge or belongs to another notebook's module.
     """
 
     def register(judge: Judge) -> Judge:
@@ -116,7 +116,7 @@ def verdict(claim_id: str) -> Callable[[Judge], Judge]:
         if chapter and chapter[1] != f"nb{known.notebook}":
             raise ValueError(f"claims.toml puts {claim_id} into notebook {known.notebook}, not into {chapter[1]}")
         there = _judges.get(claim_id)
-        if there is not None and _place(there) != _place(judge):  # the same place again: a module was reloaded
+        if there is not None and _place(there) != _place(judge):  # the same place means that a module was reloaded
             raise ValueError(f"claim {claim_id} has two verdict functions, at {_place(there)} and {_place(judge)}")
         _judges[claim_id] = judge
         return judge
@@ -130,7 +130,7 @@ def _place(judge: Judge) -> str:
 
 
 def judge_of(claim: Claim) -> Judge | None:
-    """The registered function of a claim; imports labs.claims.nbNN or labs.chapters.nbNN.claims when first asked."""
+    """Return a claim's registered function; imports labs.claims.nbNN or labs.chapters.nbNN.claims if needed."""
     chapter = f"labs.chapters.nb{claim.notebook}"
     if importlib.util.find_spec(f"labs.claims.nb{claim.notebook}") is not None:
         importlib.import_module(f"labs.claims.nb{claim.notebook}")
@@ -140,12 +140,12 @@ def judge_of(claim: Claim) -> Judge | None:
 
 
 def claims(notebook: str | None = None) -> list[Claim]:
-    """All statements, or those of one notebook ("03"), in the order of claims.toml."""
+    """Return all statements, or those of one notebook ("03"), in the order of claims.toml."""
     return [c for c in _by_id().values() if notebook in (None, c.notebook)]
 
 
 def articles() -> dict[str, Article]:
-    """The source articles by their letter."""
+    """Return the source articles by their letter."""
     return {key: Article(key, **a) for key, a in _read()["articles"].items()}
 
 
@@ -169,12 +169,12 @@ def _read() -> dict:
     return tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
 
 
-GB, MB = 1e9, 1e6  # as memory is sold
-GAIN = 1.05  # up to which a gain is none
+GB, MB = 1e9, 1e6  # decimal, as memory is sold
+GAIN = 1.05  # smaller ratios don't count as a gain
 
 
 def runs(evidence: Records, lab: str, metric: str, **case: object) -> list[Records]:
-    """The launches of `lab` that hold such a record, in order. LookupError if there is none."""
+    """Return the launches of `lab` that hold such a record, in order. Raises LookupError if there is none."""
     fit = [run for run in launches(r for r in evidence if r.lab == lab) if len(run.where(metric, **case))]
     if not fit:
         raise LookupError(f"no launch({lab!r}) with {metric!r}{f' and {case}' if case else ''} here")
@@ -182,53 +182,53 @@ def runs(evidence: Records, lab: str, metric: str, **case: object) -> list[Recor
 
 
 def last(evidence: Records, lab: str, metric: str, **case: object) -> Records:
-    """The last launch of `lab` that holds such a record. LookupError if there is none."""
+    """Return the last launch of `lab` that holds such a record. Raises LookupError if there is none."""
     return runs(evidence, lab, metric, **case)[-1]
 
 
 def ratio(a: Record, b: Record) -> Estimate:
-    """a / b pair by pair. LookupError if their samples are no pairs."""
+    """Return a / b, pair by pair. Raises LookupError if their samples aren't pairs."""
     if len(a.samples) != len(b.samples):
         raise LookupError(f"{a.case} and {b.case} of {a.metric!r} have {len(a.samples)} and {len(b.samples)} samples")
     return paired_ratio(a.samples, b.samples)
 
 
 def gain(a: Record, b: Record) -> Estimate:
-    """a - b pair by pair (by seed), for shares: in percentage points. LookupError if their samples are no pairs."""
+    """Return a - b of shares in percentage points, pair by pair (by seed). Raises LookupError if they aren't pairs."""
     if len(a.samples) != len(b.samples):
         raise LookupError(f"{a.case} and {b.case} of {a.metric!r} have {len(a.samples)} and {len(b.samples)} samples")
     return estimate([100 * (x - y) for x, y in zip(a.samples, b.samples, strict=True)], "points")
 
 
 def percent(shares: Record) -> Estimate:
-    """A record of shares in percent."""
+    """Convert a record of shares to percent."""
     return estimate(shares.samples).scaled(100, "%")
 
 
 def ends(said: Sequence[str]) -> str:
-    """The first and the last of sorted parts; one, if there is only one."""
+    """Return "first to last" of sorted parts, or the single part."""
     return " to ".join(dict.fromkeys((said[0], said[-1])))
 
 
 def size(nbytes: float) -> str:
-    """ "10.3 GB", or MB below one."""
+    """Format bytes as "10.3 GB", or in MB below 1 GB."""
     return f"{nbytes / GB:.1f} GB" if nbytes >= GB else f"{nbytes / MB:.1f} MB"
 
 
 def within(ratio: Estimate, margin: float = 0.05, null: float = 1.0) -> bool:
-    """Whether the interval shows that it is at most `margin` away from `null`: more than "no difference shown"."""
+    """Return whether the whole interval is within `margin` of `null`. Stronger than "no difference shown"."""
     return null - margin <= ratio.low and ratio.high <= null + margin
 
 
 def model_of(run: Records) -> str:
-    """The model of a launch, without the module of a factory."""
+    """Return the model of a launch, without the module of its factory."""
     return str(run[0].config.get("model", "?")).rpartition(":")[2]
 
 
 def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
-    """ "holds" if every comparison is shown to be right, "does not hold" if every one is shown to be wrong.
+    """Return "holds" if every comparison is shown right, "does not hold" if every one is shown wrong, else "depends".
 
-    Otherwise "depends": on the case, or on samples that cannot show either. LookupError without a comparison.
+    "depends": cases differ, or the samples are inconclusive. Raises LookupError without a comparison.
     """
     if not right:
         raise LookupError("nothing to compare was run")
@@ -236,37 +236,37 @@ def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
 
 
 CANNOT_TELL = "this run cannot tell: "
-"""Begins the reason of a "depends" that comes of samples which cannot show either, not of cases that differ."""
+"""Starts the reason of a "depends" that comes from inconclusive samples, not from cases that differ."""
 
 
 def judged(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
-    """`word` with its reason, which first says what the samples cannot tell, where that is why the word is "depends".
+    """Return the verdict `word` with its reason. Where samples are inconclusive, the reason starts by saying so.
 
-    LookupError without a comparison.
+    Raises LookupError without a comparison.
     """
     found = word(right, wrong)
     return Verdict(found, _before(_untold(right, wrong) if found == "depends" else "", because), kind)
 
 
 def in_general(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
-    """`judged` for a statement about every case: one that is shown to be wrong refutes it."""
+    """Judge a statement about every case: one case that is shown wrong refutes it."""
     return judged(right, [any(wrong)] * len(wrong), because, kind)
 
 
 def cannot_tell(because: str, kind: str = "measured") -> Verdict:
-    """ "depends" only because this run cannot tell: its samples show neither."""
+    """Return "depends" for a run that is inconclusive."""
     return Verdict("depends", _before(CANNOT_TELL, because), kind)
 
 
 def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
-    """ "depends", because cases are shown to differ; else because this run cannot tell."""
+    """Return "depends": because cases are shown to differ, or because this run is inconclusive."""
     return Verdict("depends", because, kind) if shown else cannot_tell(because, kind)
 
 
 def only_on(run: Iterable[Record], what: str = "") -> str:
-    """ " (two models on one CPU; elsewhere it may be otherwise)": for a reason that reads as if it were so everywhere.
+    """Return " (two models on one CPU; elsewhere it may be otherwise)", to limit a reason that sounds general.
 
-    `what`: that was measured, such as "two models". A GPU is named; which CPU it was, the evidence's caption says.
+    `what` is what was measured, such as "two models". GPUs are named; the evidence's caption names the CPU.
     """
     found = (origin("measured", {**r.provenance, "source": ""}, str(r.layout.get("device") or "")) for r in run)
     names = dict.fromkeys((facts[1], int(facts[2]) > 0) for facts in found)
@@ -276,12 +276,13 @@ def only_on(run: Iterable[Record], what: str = "") -> str:
 
 
 def _before(untold: str, because: str) -> str:
-    """`untold` begins the reason, as a sentence where the chapter writes whole ones."""
+    """Put `untold` before the reason, capitalised if the reason is a whole sentence."""
     return (untold[:1].upper() + untold[1:] if because[:1].isupper() else untold) + because
 
 
 def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
-    """For example "2 of 5 are shown to hold, of the others this run cannot tell: "; empty where cases really differ."""
+    """Say which cases are inconclusive: "2 of 5 cases are shown to hold, of the rest ..."; "" if cases really
+    differ."""
     if any(right) and any(wrong):
         return ""
     if not any(right) and not any(wrong):
@@ -292,23 +293,23 @@ def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
 
 
 def pairs(a: Record, b: Record) -> Estimate:
-    """a / b of two that took turns. LookupError if they are no pairs, or only one."""
+    """Return a / b of two interleaved records. Raises LookupError if they aren't pairs, or only one."""
     if len(a.samples) < 2:
         raise LookupError(f"{a.case} of {a.metric!r} has one round: at least two are needed")
     return ratio(a, b)
 
 
 ROWS = 15
-"""So many judged claims a notebook shows open."""
-SIGNS = {"does not hold": "✗", "depends": "~", "holds": "✓"}  # not by colour alone; shown in this order
+"""Judged claims that a notebook shows unfolded."""
+SIGNS = {"does not hold": "✗", "depends": "~", "holds": "✓"}  # not colour alone; displayed in this order
 Row = tuple[Claim, Verdict]
 
 
 def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False) -> Verdict:
-    """The verdict on `claim` that `evidence` supports, on a machine with `gpus` GPUs (default: those here).
+    """Return the verdict on `claim` that `evidence` supports, with `gpus` GPUs (default: this machine's).
 
-    Missing evidence gives "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
-    way gives "not tried yet" with the error; with `strict`, for tests, it raises.
+    Without evidence the verdict is "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
+    way gives "not tried yet" with the error; with `strict`, for tests, the error is raised.
     """
     if claim.verdict:
         return Verdict(claim.verdict, f"{claim.because} (decided by {claim.decided})", claim.kind)
@@ -319,7 +320,7 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
     try:
         found = function(records)
     except LookupError as e:
-        if strict and type(e) is not LookupError:  # an IndexError or KeyError is a slip in the function
+        if strict and type(e) is not LookupError:  # an IndexError or KeyError is a bug in the function
             raise
         return _untried(claim, gpus, f"no evidence: {e}")
     except Exception as e:
@@ -332,7 +333,7 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
 
 
 def by_a_recorded_gpu(claim: Claim, found: Verdict) -> tuple[Verdict, Records]:
-    """What runs recorded on GPUs say of `claim` where `found` needs one, with these runs; else `found` and none."""
+    """If `found` needs a GPU, return the verdict of a recorded GPU run and its records; else `found` and no records."""
     if found.word.startswith("needs"):
         for records in kept_of_gpus(claim.notebook):
             verdict = judge(claim, records, gpus=0)
@@ -346,10 +347,9 @@ def by_a_recorded_gpu(claim: Claim, found: Verdict) -> tuple[Verdict, Records]:
 
 
 def deciding(claim: Claim, evidence: Records) -> list[Records]:
-    """The launches that the verdict on `claim` rests on: without any of them, verdict or reason are others.
+    """Return the launches that the verdict on `claim` depends on: without any of them, verdict or reason changes.
 
-    Found by leaving them out one by one. Empty if none is needed: documentation, a published table or arithmetic
-    decides.
+    Found by leaving them out one at a time. Empty if documentation, a published table or arithmetic decides.
     """
     found, needed = judge(claim, evidence, gpus=0), launches(evidence)
     for run in list(needed):
@@ -361,7 +361,7 @@ def deciding(claim: Claim, evidence: Records) -> list[Records]:
 
 
 def _honest(kind: str, given: set[str]) -> str:
-    """`kind`, unless it says "measured" and none of the records is: then "recorded", or nothing."""
+    """Return `kind`; but "measured" becomes "recorded" or "" if none of the records was measured."""
     if kind != "measured" or "measured" in given:
         return kind
     return "recorded" if "recorded" in given else ""
@@ -380,16 +380,16 @@ def _needs(claim: Claim) -> str:
 
 
 def gpu_count() -> int:
-    """GPUs that CUDA would show this process, found without initialising CUDA."""
+    """Return how many GPUs CUDA would show this process, without initialising CUDA."""
     return len(nvml.visible(nvml.report(brief=True)) or [])
 
 
 @dataclass(frozen=True)
 class Table:
-    """Claims with their verdicts; displays as a table in a notebook and as text elsewhere.
+    """Claims with their verdicts, shown as a table in a notebook and as text elsewhere.
 
-    What does not hold comes first, what has no verdict here last. In a notebook ROWS of them and the first sentence of
-    each reason are open, the rest is folded away.
+    Claims that don't hold come first, those without a verdict here last. A notebook shows ROWS of them and the first
+    sentence of each reason, and folds the rest.
     """
 
     rows: tuple[Row, ...]
@@ -397,26 +397,26 @@ class Table:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many claims got each verdict, in the order of WORDS."""
+        """The number of claims per verdict, in the order of WORDS."""
         found = Counter("needs N GPUs" if v.word.startswith("needs") else v.word for _, v in self.rows)
         return {word: found[word] for word in WORDS if found[word]}
 
     def verdict(self, claim_id: str) -> Verdict:
-        """The verdict on one claim. LookupError if it is not in this table."""
+        """Return the verdict on one claim. Raises LookupError if it isn't in this table."""
         for claim, found in self.rows:
             if claim.id == claim_id:
                 return found
         raise LookupError(f"claim {claim_id!r} is not in this table; it has {', '.join(c.id for c, _ in self.rows)}")
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Each row as plain data."""
+        """Return each row as plain data."""
         return [{**asdict(c), "verdict": v.word, "because": v.because, "kind": v.kind} for c, v in self.rows]
 
     def _judged(self) -> list[Row]:
         return [row for word in SIGNS for row in self.rows if row[1].word == word]
 
     def _open(self) -> list[Row]:
-        """Needs GPUs, then what was not tested."""
+        """Return the rows without a verdict: those that need GPUs, then those not tested."""
         rows = [row for row in self.rows if row[1].word not in SIGNS]
         return sorted(rows, key=lambda row: not row[1].word.startswith("needs"))
 
@@ -439,7 +439,7 @@ class Table:
         return [str(a) for key, a in articles().items() if key in used]
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """In a notebook: the table, and one line where only text can be shown. The whole text is `print(table)`."""
+        """Show the table, or one line where only text can be shown. `print(table)` gives the full text."""
         return {"text/html": self._repr_html_(), "text/plain": self._summary()}
 
     def _repr_html_(self) -> str:
@@ -473,28 +473,28 @@ class Table:
 
 
 HEADINGS = ("article, lines", "claim", "verdict here", "because")
-LEFT = 'style="text-align:left"'  # in every cell, since JupyterLab aligns cells of tables to the right
+LEFT = 'style="text-align:left"'  # in every cell, because JupyterLab right-aligns table cells
 SENTENCES = re.compile(r"(?<=[.;]) (?=[A-Z'\"(])")
 CODE = re.compile(
     r"(?<![\w.])("
-    r"(?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\)|=\[[^\]]*\]|=\w+)?"  # a_name, with its arguments or its value
+    r"(?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\)|=\[[^\]]*\]|=\w+)?"  # a_name, with its arguments or value
     r"|(?:\w+\.)+\w+\([^()]*\)"  # a.call()
     r"|--?[a-z][\w-]+)"  # an --option
 )
 
 
 def _code(text: str) -> str:
-    """HTML of a sentence, with what looks like an identifier or an option set as code."""
+    """Return a sentence as HTML, with identifiers and options marked as code."""
     return CODE.sub(r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def table(
     notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus: int | None = None, strict: bool = False
 ) -> Table:
-    """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`.
+    """Return the claims of `notebook` ("03"; None: all) with their verdicts from `evidence`; see `judge`.
 
-    What needs GPUs that are not here has the verdict of a run recorded on one, if there is any; with `gpus`, as if so
-    many were here, it says so. In a notebook, the evidence is kept for notebook 11: see labs.kit.evidence.
+    A claim that needs GPUs missing here gets the verdict of a recorded GPU run, if there is one. If you pass `gpus`,
+    the table assumes that many GPUs and uses no recorded run. In a notebook, saves the evidence for notebook 11.
     """
     records = evidence if isinstance(evidence, Records) else Records(evidence)
     if notebook is not None:

@@ -1,8 +1,9 @@
-"""A lab's command line, derived from its Config: it runs the lab, says what came out and saves the records.
+"""A lab's command line, derived from its Config: runs the lab, prints its answer and saves the records.
 
 python -m labs.X --help          torchrun --nproc-per-node 2 -m labs.X
 
-Bad input is one line and exit code 2. To say it soon, what starts ranks is imported where it is used.
+Bad input gives one line and exit code 2. To report it quickly, modules that start ranks are imported where they're
+used.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from labs.kit.lab import CANNOT_BE_JUDGED, cannot_be_judged, check_layout, for_s
 if TYPE_CHECKING:
     from labs.kit.monitor import Trace
 
-SHORT_S = 2.0  # in less, the start and end of the ranks themselves look like a neighbour
+SHORT_S = 2.0  # in shorter runs, the ranks' own start and end look like a busy neighbour
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How ranks are started on this machine. Under torchrun, its own flags say how many."""
+    """How to start ranks on this machine. Under torchrun, its own flags set their number."""
 
     nproc: int = 2
-    """Ranks to launch, each on a device of its own."""
+    """Number of ranks to launch, each on its own device."""
     timeout_s: float = timeouts.COMMAND_S
-    """Stop the run, and every process of it, after this many seconds."""
+    """Stop the run and all its processes after this many seconds."""
     oversubscribe: bool = False
-    """Allow more ranks than devices: results are right, timings are not."""
+    """Allow more ranks than devices: results stay right, timings don't."""
     device: typing.Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
-    """Where ranks run: auto takes GPUs if there are enough, otherwise CPU cores."""
+    """Where ranks run. auto uses GPUs if there are enough, otherwise CPU cores."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Output:
     """Where the records go."""
 
     out: Path | None = None
-    """File to save the records to, as JSON lines."""
+    """File for the records, as JSON lines."""
     table: bool = False
-    """Print every record, too, after the answer."""
+    """Also print every record after the answer."""
 
     def __post_init__(self) -> None:
         if self.out is not None:
@@ -65,7 +66,7 @@ class Output:
 
 
 def _command(config_type: type) -> type:
-    """A dataclass of launch options, output file and the lab's own Config, flat on the command line."""
+    """Return a dataclass of launch options, output options and the lab's Config, flat on the command line."""
     import tyro
 
     def flat(kind: type, title: str) -> Any:
@@ -113,7 +114,7 @@ def _parse(command: type, parts: tuple[type, ...], description: str, prog: str, 
 
 
 def _own_words(error: BaseException | None) -> str:
-    """What a Config's own check said, before tyro broke it into lines as wide as the terminal, paths included."""
+    """Return the Config's own message, before tyro wrapped it to the terminal's width."""
     while error is not None and not isinstance(error, BadInput):
         error = error.__cause__ or error.__context__
     return str(error or "")
@@ -130,7 +131,7 @@ def _unknown_option(parts: tuple[type, ...], args: list[str]) -> str:
 
 
 def _one_line(complaint: str) -> str:
-    """What tyro printed in a box, drawn in lines or in ASCII, without box, title and the help it adds."""
+    """Return the message that tyro printed in a box, without the box, its title and the help that tyro adds."""
     lines = [line.strip("│ ") for line in complaint.splitlines()[1:]]
     text = " ".join(line for line in lines if line.strip("╰╯─-"))
     text = re.split(r" (For full helptext|Argument helptext)", text)[0]
@@ -138,7 +139,7 @@ def _one_line(complaint: str) -> str:
 
 
 def fail(prog: str, message: str) -> typing.NoReturn:
-    """Print one line to stderr and leave with exit code 2. What Python calls nproc=2 is --nproc 2 here."""
+    """Print one line to stderr and exit with code 2, with nproc=2 rewritten as --nproc 2."""
     message = re.sub(r"\b(nproc|device|timeout_s)=\"?([\w-]+)\"?", r"--\1 \2", message)
     message = message.replace("oversubscribe=True", "--oversubscribe").replace("--timeout_s", "--timeout-s")
     print(f"{prog}: {message}", file=sys.stderr)
@@ -147,16 +148,16 @@ def fail(prog: str, message: str) -> typing.NoReturn:
 
 @contextlib.contextmanager
 def closed_pipe_is_no_error() -> Iterator[None]:
-    """A reader of standard output may leave early, as in `| head`: what is left to print is dropped, without a word."""
+    """Drop the remaining output silently if the reader of stdout leaves early, as in `| head`."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
 
 
 def main() -> None:
-    """Entry point of every lab module: launches ranks, or is one when torchrun has set RANK."""
+    """Run a lab module as a program: launch ranks, or be one if torchrun has set RANK."""
     spec = sys.modules["__main__"].__spec__
     # `python -m package.lab`, or `python lab.py` in its folder
     full = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
@@ -173,10 +174,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> typing.NoReturn:
-    """Exit at once. On a loaded machine the interpreter's own end meets threads of torch that are still running.
+    """Exit at once, without the interpreter's cleanup.
 
-    Then a rank whose work is done and saved now and then aborts ("terminate called without an active exception"),
-    and torchrun reports the whole job as failed.
+    On a loaded machine, cleanup can meet running torch threads. Then a rank that has already saved its results
+    sometimes aborts ("terminate called without an active exception"), and torchrun reports that the job failed.
     """
     with closed_pipe_is_no_error():
         sys.stdout.flush()
@@ -185,7 +186,8 @@ def _leave(code: int) -> typing.NoReturn:
 
 
 def prepare() -> None:
-    """Fork what ranks will come from, before this process has threads; meanwhile load what it needs after the run."""
+    """Fork the server that ranks come from before this process has threads, then import what is needed after the
+    run."""
     from labs.kit.fork_server import start_fork_server
 
     start_fork_server(forked=True)
@@ -194,10 +196,10 @@ def prepare() -> None:
 
 
 def run_here(lab: str, command: Any) -> int:
-    """`python -m labs.X`: launch ranks on this machine. Returns the exit code."""
+    """Launch ranks on this machine, for `python -m labs.X`. Returns the exit code."""
     from labs.kit.hardware import place
 
-    place(command.launch.nproc, command.launch.device, command.launch.oversubscribe)  # BadInput before anything starts
+    place(command.launch.nproc, command.launch.device, command.launch.oversubscribe)  # raises BadInput before the start
     prepare()
     from labs.kit.display import TerminalView
     from labs.kit.failure import RankFailed
@@ -224,7 +226,7 @@ def run_here(lab: str, command: Any) -> int:
 
 
 def run_under_torchrun(lab: str, command: Any) -> int:
-    """Be one rank of a job that torchrun has started; rank 0 prints and saves the records. Returns the exit code."""
+    """Run one rank of a torchrun job; rank 0 prints and saves the records. Returns the exit code."""
     from labs.kit.display import TerminalView
     from labs.kit.hardware import place, why_cores
     from labs.kit.monitor import Monitor
@@ -252,7 +254,7 @@ def run_under_torchrun(lab: str, command: Any) -> int:
     if view is None:
         return 0
     view.close()
-    machines = {"machines": len({host for *_, host in hosts})}  # the rest of the provenance is that of rank 0's
+    machines = {"machines": len({host for *_, host in hosts})}  # the rest of the provenance is rank 0's
     attached = record.attach_provenance(records)
     kept = record.Records(dataclasses.replace(r, provenance=r.provenance | machines) for r in attached)
     return report(lab_module(lab), kept, monitor.trace, command.output)
@@ -263,14 +265,14 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 ROWS = 20
-"""Up to so many records are printed under the answer without being asked for."""
+"""Print the records below the answer if there are at most this many."""
 
 
 def report(lab: ModuleType, records: record.Records, trace: Trace | None, output: Output) -> int:
     """Print the lab's answer and save `records`, if asked to. Returns the exit code.
 
-    The answer is what `lab.answer(records)` yields: two to six sentences. The records follow as a table, if they are
-    few, or with --table. If they cannot be saved (disk full, read-only), they go to standard output: nothing is lost.
+    `lab.answer(records)` yields two to six sentences. The records follow as a table if they are few, or with --table.
+    If saving fails (disk full, read-only), they are printed to stdout, so nothing is lost.
     """
     answer = list(lab.answer(records)) if hasattr(lab, "answer") and len(records) else []
     with closed_pipe_is_no_error():

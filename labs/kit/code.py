@@ -1,15 +1,15 @@
-"""Show the code that is being measured: the source of a function, class or recipe, or the difference of two.
+"""Show the code that is being measured: a function, class or recipe, or the difference between two of them.
 
     show_code(train_ddp, accumulate)          # functions, classes, methods
     show_code("train_ddp")                    # a whole recipe, labs/recipes/train_ddp.py
-    show_diff("train_single", "train_ddp")    # what one needs beyond the other
+    show_diff("train_single", "train_ddp")    # what the second adds to the first
 
-    python -m labs.kit.code                   # for maintainers: write what these calls show now into the notebooks
+    python -m labs.kit.code                   # for maintainers: update what these calls show in the notebooks
 
-The code is read from its file, not from what the kernel has imported: ranks import it anew for every launch, so the
-cell shows what the next launch runs. It is shown as Markdown, whose code blocks JupyterLab, VS Code, GitHub and
-nbconvert colour in their own theme, light or dark; and as plain text, for nbval, terminals and screen readers.
-A difference is HTML, since JupyterLab's themes have no colours for one: where styles are stripped, + and - stay.
+The code is read from its file, not from the kernel's memory. Ranks import it again for every launch, so a cell shows
+what the next launch runs. The output is Markdown, which JupyterLab, VS Code, GitHub and nbconvert colour in their own
+theme, and plain text for nbval, terminals and screen readers. A difference is HTML, since JupyterLab's themes don't
+colour one; where styles are stripped, + and - remain.
 """
 
 from __future__ import annotations
@@ -45,38 +45,39 @@ class Source:
     """Lines of one file."""
 
     place: str
-    """Path relative to the repository, or to where packages are installed, or words"""
+    """Path relative to the repository or to site-packages, or a description"""
     text: str
-    """Dedented, without a line break at its end"""
+    """Dedented, without a final line break"""
     in_repository: bool
     language: str = "python"
 
     @property
     def link(self) -> str:
-        """The place in Markdown. Both notebooks/ and my/, a learner's copies, lie one folder below the root."""
+        """The place as a Markdown link. notebooks/ and my/ (the learner's copies) are both one folder below the
+        root."""
         return f"[{self.place}](../{self.place})" if self.in_repository else self.place
 
     @property
     def anchor(self) -> str:
-        """The same in HTML."""
+        """The place as an HTML link."""
         return f'<a href="../{self.place}">{self.place}</a>' if self.in_repository else html.escape(self.place)
 
 
 def show_code(*parts: Callable[..., Any] | type | str) -> None:
-    """Show the source of functions, classes and methods, or whole recipes by name, each with its file.
+    """Show the source of functions, classes and methods, or of whole recipes by name, each with its file.
 
-    Neighbours from the same file stand in one block. BadInput if there is no Python source, or no such recipe.
+    Neighbours from the same file share a block. Raises BadInput if there is no Python source, or no such recipe.
     """
     _display(code_shown(*parts))
 
 
 def show_diff(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type | str) -> None:
-    """Show which lines have to be added to `a` and removed from it to get `b`. BadInput as in `show_code`."""
+    """Show which lines to add to `a` and remove from it to get `b`. Raises BadInput as `show_code` does."""
     _display(diff_shown(a, b))
 
 
 def code_shown(*parts: Callable[..., Any] | type | str) -> dict[str, str]:
-    """What `show_code` displays, by MIME type."""
+    """Return what `show_code` displays, by MIME type."""
     require(bool(parts), 'show_code needs something to show: a function, a class, or a recipe such as "train_ddp"')
     blocks: list[Source] = []
     for source in map(source_of, parts):
@@ -92,10 +93,10 @@ def code_shown(*parts: Callable[..., Any] | type | str) -> dict[str, str]:
 
 
 def diff_shown(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type | str) -> dict[str, str]:
-    """What `show_diff` displays, by MIME type."""
+    """Return what `show_diff` displays, by MIME type."""
     old, new = source_of(a), source_of(b)
     lines = list(difflib.unified_diff(old.text.split("\n"), new.text.split("\n"), lineterm=""))[2:]
-    lines = ["@@" if line.startswith("@@") else line for line in lines]  # without line numbers
+    lines = ["@@" if line.startswith("@@") else line for line in lines]  # drop line numbers
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     words = f"{added} line{'s' if added != 1 else ''} added, {removed} removed"
     coloured = "".join(map(_coloured, lines))
@@ -106,14 +107,14 @@ def diff_shown(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type 
 
 
 def _coloured(line: str) -> str:
-    """A line of a difference in HTML. The colours let the page's own background through, light or dark."""
+    """Return one line of a difference as HTML. Its colours are translucent, for light and dark pages."""
     text = html.escape(line, quote=False)
     color = COLORS.get(line[0]) if line else None
     return (f'<span style="background-color: {color}">{text}</span>' if color else text) + "\n"
 
 
 def source_of(part: Callable[..., Any] | type | str) -> Source:
-    """The lines of a function, class, method or recipe, as they stand in its file now. BadInput if there are none."""
+    """Return a function's, class's, method's or recipe's lines as its file has them now. Raises BadInput if none."""
     if isinstance(part, str):
         return _recipe(part)
     part = _plain(part)
@@ -131,7 +132,7 @@ def source_of(part: Callable[..., Any] | type | str) -> Source:
 
 
 def _plain(part: Any) -> Any:
-    """The function inside of a method, a property or a decorator's wrapper."""
+    """Return the function inside a method, property, partial or decorator's wrapper."""
     if isinstance(part, property):
         part = part.fget
     if isinstance(part, functools.partial):
@@ -147,15 +148,15 @@ def _name(part: Any) -> str:
 
 
 def _is_cell(path: Path) -> bool:
-    """ipykernel keeps a cell's source under a temporary name of its own."""
+    """Return whether a path is a notebook cell, whose source ipykernel keeps under a temporary name."""
     return "ipykernel_" in str(path) or path.name.startswith("<")
 
 
 def _definition(text: str, part: Any, place: str) -> str:
-    """The lines of `text` that define `part`, without comments for linters.
+    """Return the lines of `text` that define `part`, without comments for linters.
 
-    They are found by its name, since an edit moves lines under a running kernel. Of several definitions of one name
-    it is that nearest to where the kernel had read it.
+    Finds them by name, since edits move lines while the kernel runs. Of several definitions with one name, takes the
+    one nearest to the line that the kernel read.
     """
     found: list[Any] = [ast.parse(text)]
     for name in part.__qualname__.replace("<locals>.", "").split("."):
@@ -169,7 +170,7 @@ def _definition(text: str, part: Any, place: str) -> str:
 
 
 def _place(path: Path) -> tuple[str, bool]:
-    """Where a file is, in words that are the same on every machine, and whether it is one of this repository."""
+    """Return a file's path, the same on every machine, and whether it is in this repository."""
     installed = [i for i, part in enumerate(path.parts) if part in ("site-packages", "dist-packages")]
     if installed:
         return "/".join(path.parts[installed[-1] + 1 :]), False
@@ -187,7 +188,7 @@ def _recipe(name: str) -> Source:
 
 
 def _fenced(text: str, language: str) -> str:
-    """A Markdown code block, with a fence longer than any that the text holds."""
+    """Return a Markdown code block with a fence longer than any in the text."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`{3,}", text))])
     return f"{fence}{language}\n{text}\n{fence}"
 
@@ -203,10 +204,10 @@ def _display(shown: dict[str, str]) -> None:
 
 
 def shown_now(notebook: Any) -> dict[str, list[dict[str, str]]]:
-    """By id, for each cell of a notebook that shows code: what it shows now, one bundle of MIME types per call.
+    """Return, by cell id, what each cell with show_code or show_diff shows now: one dict of MIME types per call.
 
-    Nothing is run but the notebook's imports from labs. ValueError if such a cell does anything else, or shows what
-    is not imported.
+    Runs nothing but the notebook's imports from labs. Raises ValueError if such a cell does anything else, or shows a
+    name that isn't imported.
     """
     code = [c for c in notebook.cells if c.cell_type == "code"]
     trees = {c.id: ast.parse(re.sub(r"^[%!].*$", "", c.source, flags=re.M)) for c in code}
@@ -234,7 +235,7 @@ def _shows(node: ast.AST) -> bool:
 
 
 def refresh(path: Path) -> list[str]:
-    """Write into the notebook what its cells show now; the ids of the cells that had shown something else."""
+    """Update what the notebook's cells show; return the ids of the cells that changed."""
     import nbformat
 
     from labs.kit.record import write_atomic

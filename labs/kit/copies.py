@@ -1,13 +1,13 @@
-"""The learner's own copies of the notebooks, in my/: made once, without outputs, never overwritten.
+"""The learner's copies of the notebooks, in my/: made once, without outputs, never overwritten.
 
-    python -m labs.kit.copies           # make those that are missing, and say which are older than the course
-    python -m labs.kit.copies 03        # put the present version of notebook 03 beside your copy of it
+    python -m labs.kit.copies           # make missing copies, and list those older than the course
+    python -m labs.kit.copies 03        # put the current version of notebook 03 beside your copy
 
-Without outputs nobody reads an answer before predicting, and `git pull` never meets a learner's work: git ignores my/.
-A copy says in its own metadata which notebook it was made of and which cells that had; nothing else is kept.
-A copy that holds no work (nothing in it was changed or run) is renewed when the course moves on. Any other stays as
-it is: then a page beside it in my/, and a line in the terminal, give the command that puts the new version beside it.
-Exit code: 0, or 2 if my/ or the notebook's name cannot be used.
+Without outputs, nobody sees an answer before predicting. git ignores my/, so `git pull` never touches a learner's work.
+A copy's metadata says which notebook it came from and hashes that notebook's cells. A copy without work (no cell
+changed or run) is replaced when the course has a new version. Any other copy stays as it is; a page beside it in my/
+and a line in the terminal give the command that puts the new version next to it. Exit code: 0, or 2 if my/ or the
+notebook's name can't be used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from labs.kit.record import write_atomic
 ROOT = fingerprint.ROOT
 FOLDER = "my"
 STAMP = "course_copy"  # key in a copy's metadata: {"of": name, "cells": hash of the original's cells, "made": date}
-NOTICE = "_is_old.md"  # after the number. JupyterLab's list of files shows the first 14 characters of a name
+NOTICE = "_is_old.md"  # after the number, because JupyterLab's file list shows the first 14 characters of a name
 
 
 @dataclass(frozen=True)
@@ -41,46 +41,46 @@ class Copy:
 
     path: Path
     cells: str = ""
-    """Hash of the cells that it has now; empty if the file is no notebook."""
+    """Hash of its present cells; empty if the file isn't a notebook."""
     of: str = ""
-    """Name of the notebook that it was made of; its own where it does not say."""
+    """Name of the notebook it was made from; the copy's own name if it doesn't say."""
     made_of: str = ""
-    """Hash of the cells that the original had then; empty if it does not say."""
+    """Hash of the original's cells at that time; empty if it doesn't say."""
     made: str = ""
-    """Day on which it was made, such as 2026-11-22."""
+    """Date of the copy, such as 2026-11-22."""
     was_run: bool = False
-    """Some cell has an output or an execution count."""
+    """Whether any cell has an output or an execution count."""
 
     @property
     def holds_work(self) -> bool:
-        """Whether anybody changed or ran anything in it, as far as it tells."""
+        """Whether anyone has changed or run it, as far as its metadata shows."""
         return self.was_run or not self.made_of or self.cells != self.made_of
 
     def is_of(self, version: str) -> bool:
-        """Whether it was made of these cells, or has them by now."""
+        """Return whether it was made from these cells, or has them now."""
         return version in (self.cells, self.made_of)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of one notebook, and done about it."""
+    """The state of one notebook's copy after `update`."""
 
     state: Literal["made", "current", "renewed", "old", "beside", "unreadable", "gone"]
-    """beside: the new version now stands beside the old copy. unreadable: the original is no notebook. gone: the
-    course has no such notebook any more."""
+    """beside: the new version is now beside the old copy. unreadable: the original isn't a notebook. gone: the course
+    no longer has this notebook."""
     name: str
-    """The original's, without .ipynb."""
+    """The original's name, without .ipynb."""
     path: Path
-    """The copy it is about; the original where that is unreadable."""
+    """The copy; the original if that is unreadable."""
     old: Copy | None = None
     """The learner's older copy."""
 
 
 def update(names: Iterable[str] = (), root: Path = ROOT, *, beside: bool = False) -> list[Found]:
-    """Make the copies that are missing in `root`/my, renew those that hold no work, and note which ones are old.
+    """Make missing copies in `root`/my, replace those without work, and list the old ones.
 
-    `names` are those of notebooks, such as "03_dataparallel_vs_ddp"; default: all. With `beside`, the present version
-    of each one whose copy is old is put beside that. Raises BadInput, in one line, if my/ cannot be used.
+    `names` are notebooks such as "03_dataparallel_vs_ddp" (default: all). With `beside`, puts the current version
+    beside each old copy. Raises BadInput, in one line, if my/ can't be used.
     """
     originals, my = notebooks(root), root / FOLDER
     chosen = {name: originals[name] for name in names} or originals
@@ -103,7 +103,7 @@ def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found
     except (ValueError, OSError):
         return Found("unreadable", name, original)
     mine = next((c for c in copies if c.path == target), None)
-    if mine is None:  # never made; or renamed or deleted, to start again
+    if mine is None:  # never made, or renamed or deleted to start again
         return Found("made" if _place(target, without_outputs(original)) else "current", name, target)
     if current := next((c for c in copies if c.is_of(version)), None):
         return Found("current", name, current.path)
@@ -118,14 +118,14 @@ def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found
 
 
 def notebooks(root: Path = ROOT) -> dict[str, Path]:
-    """{name without .ipynb: path} of the course's notebooks. BadInput if there are none."""
+    """Return {name without .ipynb: path} of the course's notebooks. Raises BadInput if there are none."""
     found = {path.stem: path for path in sorted((root / "notebooks").glob("*.ipynb"))}
     require(bool(found), f"there are no notebooks in {root / 'notebooks'}: run this in a checkout of the course")
     return found
 
 
 def choose(name: str, root: Path = ROOT) -> str:
-    """The notebook that is meant by "03", "3", its name, or the path of a copy. BadInput names those there are."""
+    """Return the notebook meant by "03", "3", its name or the path of a copy. BadInput lists the valid names."""
     known, wanted = notebooks(root), Path(name).name.removesuffix(".ipynb").casefold()
     meant = [n for n in known if wanted in (n.casefold(), number(n).casefold(), number(n).lstrip("0") or "0")]
     require(len(meant) == 1, f"there is no notebook {name!r}; there are {', '.join(known)}")
@@ -133,12 +133,12 @@ def choose(name: str, root: Path = ROOT) -> str:
 
 
 def number(name: str) -> str:
-    """The "03" of "03_dataparallel_vs_ddp"."""
+    """Return the "03" of "03_dataparallel_vs_ddp"."""
     return name.partition("_")[0]
 
 
 def without_outputs(original: Path) -> str:
-    """The text of a copy: the notebook's cells with nothing that a run left, stamped with what it was made of."""
+    """Return the text of a copy: the notebook's cells without outputs, stamped with their source."""
     notebook = json.loads(original.read_text("utf-8"))
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -150,7 +150,7 @@ def without_outputs(original: Path) -> str:
 
 
 def read(path: Path) -> Copy:
-    """What a file in my/ says of itself. One that is no notebook is a copy without cells."""
+    """Read a file in my/. A file that isn't a notebook becomes a Copy without cells."""
     try:
         cells = fingerprint.notebook(path)
         notebook = json.loads(path.read_text("utf-8"))
@@ -162,19 +162,19 @@ def read(path: Path) -> Copy:
 
 
 def _strings(metadata: Any, key: str) -> dict[str, str]:
-    """The texts in metadata[key]; {} if anything there is not as it should be: people edit metadata."""
+    """Return the strings in metadata[key]; {} if its form is wrong, since people edit metadata."""
     inner = metadata.get(key) if isinstance(metadata, dict) else None
     return {k: v for k, v in inner.items() if isinstance(v, str)} if isinstance(inner, dict) else {}
 
 
 def _place(target: Path, text: str) -> bool:
-    """Write a new file, whole; False, and nothing is written, if there is one of that name by now."""
+    """Write a complete new file. If one of that name already exists, write nothing and return False."""
     temporary = write_atomic(target.with_name(f".{secrets.token_hex(4)}.tmp"), text)
     try:
-        os.link(temporary, target)  # unlike a rename, it never replaces: two may start at the same time
+        os.link(temporary, target)  # unlike a rename, never replaces: two processes may start at the same time
     except FileExistsError:
         return False
-    except OSError:  # a disk without hard links, such as FAT
+    except OSError:  # a file system without hard links, such as FAT
         if os.path.lexists(target):
             return False
         os.replace(temporary, target)
@@ -184,7 +184,7 @@ def _place(target: Path, text: str) -> bool:
 
 
 def _note(found: Found, my: Path) -> None:
-    """Write the page that says in the list of files that a copy is old, or remove it."""
+    """Write the page that marks a copy as old in the file list, or remove it."""
     page = my / f"{number(found.name)}{NOTICE}"
     if found.old and found.state == "old":
         text = notice(found.old)
@@ -195,7 +195,7 @@ def _note(found: Found, my: Path) -> None:
 
 
 def notice(old: Copy) -> str:
-    """The page beside an old copy, in Markdown."""
+    """Return the page beside an old copy, in Markdown."""
     short = number(old.of)
     return f"""# Notebook {short} has a new version
 
@@ -224,14 +224,14 @@ def _why_old(old: Copy) -> str:
 
 
 def command(module: str, argument: str) -> str:
-    """The command line of a module, as typed in the folder of the course: make's environment is seldom activated."""
+    """Return a module's command line for the course's folder. Names .venv's Python, which is seldom activated."""
     venv = Path(sys.prefix).resolve()
     python = f"{venv.relative_to(ROOT).as_posix()}/bin/python" if venv.is_relative_to(ROOT) else "python"
     return f"{python} -m {module} {argument}"
 
 
 def lines(found: list[Found]) -> list[str]:
-    """What a learner should know, in one line for each thing; nothing where all is as it was."""
+    """Return what a learner should know, one line per event; an empty list if nothing changed."""
     said, made = [], [f for f in found if f.state == "made"]
     if made:
         what = f"{FOLDER}/{made[0].path.name}" if len(made) == 1 else f"{len(made)} notebooks in {FOLDER}/"

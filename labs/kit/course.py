@@ -3,10 +3,10 @@
     python -m labs.kit.course                       # all of notebooks/, into build/
     python -m labs.kit.course 03_dataparallel_vs_ddp -p NPROC 1
 
-Executed notebooks, their HTML pages and index.html are in the output folder. The slowest cells are told in the end, and
-those of more than 30 s. On a slow or busy machine, as a short calculation between the notebooks tells, these limits are
-as many times longer. A notebook that fails does not stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad
-input, 130 interrupted.
+The output folder gets the executed notebooks, their HTML pages and index.html. At the end, the slowest cells and those
+over 30 s are printed. On a slow or busy machine the limits grow in proportion to a short calculation that is timed
+between notebooks. A failing notebook doesn't stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KERNEL_GRACE_S = 3.0
 
 
 def use_own_kernel() -> None:
-    """Make kernels run in this Python, whatever kernels named python3 the user has installed elsewhere."""
+    """Make kernels run in this Python, even if the user has another kernel named python3."""
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     os.environ.pop("JUPYTER_PATH", None)
 
@@ -54,7 +54,7 @@ def use_own_kernel() -> None:
 def execute(source: Path, target: Path, parameters: dict[str, Any], *, cell_timeout_s: float = timeouts.CELL_S) -> str:
     """Run the notebook `source` in its own folder and write it, with outputs, to `target`.
 
-    Returns "" when every cell ran, otherwise which cell failed and the end of its traceback.
+    Returns "" if every cell ran, otherwise which cell failed and the end of its traceback.
     """
     import papermill
 
@@ -66,7 +66,7 @@ def execute(source: Path, target: Path, parameters: dict[str, Any], *, cell_time
             kernel_name="python3",
             cwd=source.parent,
             execution_timeout=cell_timeout_s,
-            extra_arguments=["--log-level=50"],  # a kernel stopped in mid-cell complains of its closed sockets
+            extra_arguments=["--log-level=50"],  # otherwise a kernel stopped in a cell complains about closed sockets
             progress_bar={"desc": source.stem, "disable": None, "leave": False},
         )
     except papermill.PapermillExecutionError as e:
@@ -78,7 +78,7 @@ def execute(source: Path, target: Path, parameters: dict[str, Any], *, cell_time
 
 
 def choose(notebooks: Path, names: list[str]) -> list[Path]:
-    """The notebooks in the folder, or those of the given names. BadInput names the ones there are."""
+    """Return all notebooks in the folder, or those with the given names. BadInput lists the valid names."""
     known = {p.stem: p for p in sorted(notebooks.glob("*.ipynb"))}
     require(bool(known), f"there are no notebooks in {notebooks}: run this in a checkout of the course")
     for name in names:
@@ -87,10 +87,10 @@ def choose(notebooks: Path, names: list[str]) -> list[Path]:
 
 
 def own_parameters(sources: list[Path], given: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Each notebook's share of the given parameters: the ones its parameters cell has.
+    """Return each notebook's share of the given parameters: those in its parameters cell.
 
     Raises:
-        BadInput: a parameter that no notebook has.
+        BadInput: if no notebook has a parameter of that name.
     """
     import papermill
 
@@ -108,9 +108,9 @@ def run_course(
     timeout_s: int,
     references_s: list[float] | None = None,
 ) -> int:
-    """Run the notebooks one after the other, keep `out`/index.html up to date, return how many failed.
+    """Run the notebooks one after another and keep `out`/index.html up to date. Returns how many failed.
 
-    What the machine's pace was before each and after the last goes to `references_s`.
+    Appends the machine's pace (seconds of `reference_s`) before each notebook and after the last to `references_s`.
     """
     references_s = [] if references_s is None else references_s
     out.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def run_course(
 
 
 def tell_times(times: list[CellTime], course_s: float, slower: float = 1.0) -> None:
-    """Print the slowest cells, and what took longer than the course promises on a machine so many times slower."""
+    """Print the slowest cells, and those over the course's limits times `slower`, this machine's slowness."""
     if times:
         print("slowest cells:", *slowest(times, 5), sep="\n  ")
     for line in over_the_limits(times, course_s, slower):
@@ -147,7 +147,7 @@ def tell_times(times: list[CellTime], course_s: float, slower: float = 1.0) -> N
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Treat SIGTERM and a closed terminal like Ctrl-C, and end every process started inside the block."""
+    """Treat SIGTERM and a closed terminal like Ctrl-C, and end every process started within the block."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -203,7 +203,7 @@ def main() -> int:
 
 
 def literal(text: str) -> Any:
-    """The value of a parameter: a Python literal such as 1, 2.5, True or [1, 2], otherwise the text itself."""
+    """Parse a parameter: a Python literal such as 1, 2.5, True or [1, 2], otherwise the text itself."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -1,9 +1,8 @@
-"""What is shown: sentences and tables under a cell, the live progress of a run, the monitor's strip below it.
+"""Output during and after a run: sentences and tables in a cell, live progress, and the monitor's strip below it.
 
-The launching process shares its CPU cores with the ranks it watches. So a view only formats a few KB of text twice a
-second; no figure is drawn before the ranks are done. The strip (one lane per core or GPU, what neighbours took, peak
-memory) is a small inline SVG: plain text, under 4 KB, made in well under a millisecond. Its colours are legible on its
-own white card, in light and dark themes alike.
+The launching process shares its CPU cores with the ranks, so a view only formats a few KB of text twice a second and
+draws no figure until the ranks are done. The strip (a lane per core or GPU, CPU use by other programs, peak memory) is
+inline SVG under 4 KB, made in well under a millisecond. It has its own white card, for light and dark themes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str, folded: str = "") -> None:
-    """Show `text` (Markdown, one paragraph or a list) under the cell, or `folded` below a line that opens it."""
+    """Show `text` (Markdown, one paragraph or a list) under the cell; with `folded`, fold it under that line."""
     from IPython.display import Markdown, display
 
     markup = f"<details><summary>{html.escape(folded)}</summary>\n\n{text}\n\n</details>"
@@ -34,9 +33,9 @@ def say(text: str, folded: str = "") -> None:
 
 
 def show_table(table: Any, folded: str = "") -> None:
-    """Show a DataFrame whose cells hold sentences: in full and wrapped, unlike pandas' own way; words to the left.
+    """Show a DataFrame with sentences in its cells: untruncated, wrapped, and with text left-aligned.
 
-    A long one is `folded` below a line with that text, which opens it.
+    With `folded`, fold it under that line.
     """
     import pandas
     from IPython.display import display
@@ -45,7 +44,7 @@ def show_table(table: Any, folded: str = "") -> None:
         text, markup = table.to_string(), table.to_html(justify="left", border=0)
     columns = (table.iloc[:, k] for k in range(table.shape[1]))
     wordy = itertools.cycle([any(re.search("[A-Za-z]{3}", str(v)) for v in column) for column in columns])
-    # Jupyter's style for a row beats the one that pandas gives the row of headers.
+    # Jupyter's style for a row overrides the one that pandas gives the header row.
     markup = markup.replace("<th>", '<th style="text-align:left">')
     markup = re.sub("<td>", lambda cell: '<td style="text-align:left">' if next(wordy) else cell[0], markup)
     markup = re.sub(r">\n\s*", ">", markup)
@@ -58,7 +57,7 @@ REFRESH_S = 0.5
 
 
 class View:
-    """Watches a run and shows nothing of it."""
+    """Follows a run without showing anything."""
 
     def __enter__(self) -> View:
         return self
@@ -67,26 +66,26 @@ class View:
         self.close(failed=error is not None)
 
     def watch(self, monitor: Monitor, progress: Path) -> None:
-        """The run has started: `monitor` samples it, `progress` is where rank 0 writes how far it is."""
+        """Start watching a run: `monitor` samples it, and rank 0 writes its progress to the file `progress`."""
         self.monitor, self.file, self.start, self.next = monitor, progress, time.monotonic(), 0.0
         self.last = (0, 0, "")
 
     def refresh(self) -> None:
-        """Draw again if it is time to; called some 30 times a second."""
+        """Draw if REFRESH_S has passed; called some 30 times a second."""
         if (now := time.monotonic()) >= self.next:
             self.next = now + REFRESH_S
             self.draw(*self.read())
 
     def read(self) -> tuple[int, int, str]:
-        """Done, total and message as rank 0 last gave them; zeros before that."""
-        with contextlib.suppress(OSError):  # not there yet, or, at the end, not any more
+        """Return (done, total, message) as rank 0 last wrote them; zeros before that."""
+        with contextlib.suppress(OSError):  # the file doesn't exist yet, or no longer
             self.last = tuple(json.loads(self.file.read_text()))
         return self.last
 
     def draw(self, done: int, total: int, message: str) -> None: ...
 
     def note(self, text: str) -> None:
-        """One line about the run that stays, such as where it runs; "" is none."""
+        """Show one line about the run that stays, such as its devices; "" shows nothing."""
 
     def close(self, failed: bool = False) -> None: ...
 
@@ -96,7 +95,7 @@ def _monospace(text: str) -> str:
 
 
 class TerminalView(View):
-    """A tqdm bar on standard error; under torchrun rank 0 feeds it directly through `progress`."""
+    """A tqdm bar on stderr; under torchrun, rank 0 calls `progress` directly."""
 
     def __init__(self, lab: str) -> None:
         from tqdm import tqdm
@@ -106,7 +105,7 @@ class TerminalView(View):
 
     def watch(self, monitor: Monitor, progress: Path) -> None:
         super().watch(monitor, progress)
-        self.bar.reset()  # its clock counts the run, not the wait before it
+        self.bar.reset()  # its clock starts with the run, not with the wait before it
 
     def draw(self, done: int, total: int, message: str) -> None:
         self.progress(done, total, message)
@@ -124,7 +123,7 @@ class TerminalView(View):
 
 
 class NotebookView(View):
-    """One output area in the cell: a bar, the last metric, and the monitor's strip."""
+    """One output area in the cell: a bar, the last metric and the monitor's strip."""
 
     def __init__(self, lab: str, nproc: int) -> None:
         from IPython.display import HTML, display
@@ -143,7 +142,7 @@ class NotebookView(View):
     def close(self, failed: bool = False) -> None:
         done, total, message = self.read() if hasattr(self, "file") else (0, 0, "not started")
         self.state = "stopped" if failed else "done"
-        done = done if failed else total  # labs tell what they begin: the last part is over, too
+        done = done if failed else total  # labs report what they start, so the last part is done as well
         self.handle.update(self.HTML(self._page(done, total, message) + self._strip()))
 
     def _strip(self) -> str:
@@ -160,12 +159,12 @@ class NotebookView(View):
 
 
 def open_view(lab: str, nproc: int) -> View:
-    """The view that fits: in the cell if this is a notebook's kernel, otherwise none."""
+    """Return the view for this process: NotebookView in a notebook's kernel, otherwise a silent one."""
     return NotebookView(lab, nproc) if _in_notebook() else View()
 
 
 def _in_notebook() -> bool:
-    """Whether this code runs in a notebook's kernel."""
+    """Return whether this code runs in a notebook's kernel."""
     if "ipykernel" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -179,7 +178,7 @@ MAX_LANES, MAX_CHARS = 8, 4000
 
 
 def strip_svg(trace: Trace, width_px: int = 640) -> str:
-    """`trace` as an SVG picture of that width, under 4 KB, with its content as text for screen readers."""
+    """Draw `trace` as an SVG of that width, under 4 KB, with its content as text for screen readers."""
     points = 64
     while len(svg := _svg(trace, width_px, points)) > MAX_CHARS and points > 8:
         points = points * 2 // 3
@@ -211,13 +210,13 @@ def _svg(trace: Trace, width: int, points: int) -> str:
 
 
 def strip_html(trace: Trace, width_px: int = 640) -> str:
-    """The same as an HTML image: JupyterLab removes inline SVG from notebooks it does not trust yet."""
+    """Return the strip as an HTML image, because JupyterLab removes inline SVG from untrusted notebooks."""
     source = quote(strip_svg(trace, width_px), safe=" =:/,;()%'")
     return f'<img alt="{html.escape(alt_text(trace))}" src="data:image/svg+xml,{source}">'
 
 
 def alt_text(trace: Trace) -> str:
-    """The strip in one sentence."""
+    """Describe the strip in one sentence."""
     if not trace.t_s:
         return "Nothing sampled yet."
     lanes = _lanes(trace)
@@ -235,7 +234,7 @@ def alt_text(trace: Trace) -> str:
 
 
 def _lanes(trace: Trace) -> list[tuple[str, str, Series, str]]:
-    """(label, colour, series, note) of each lane: GPUs if there are any, otherwise cores, ranks' first."""
+    """Return (label, colour, series, note) of each lane: GPUs if there are any, otherwise cores with ranks first."""
     gpus = trace.find("gpu_percent")
     found = gpus or sorted(_latest(trace.find("cpu_percent")), key=lambda s: (s.per.get("rank", 99), s.per["core"]))
     lanes = []
@@ -251,7 +250,7 @@ def _lanes(trace: Trace) -> list[tuple[str, str, Series, str]]:
 
 
 def _latest(series: list[Series]) -> list[Series]:
-    """One series per core: samples from before its rank was pinned are joined to the later ones."""
+    """Merge the series of each core: samples from before its rank was pinned, and after."""
     cores: dict[int, Series] = {}
     for s in series:
         old = cores.get(s.per["core"])
@@ -268,7 +267,7 @@ def _neighbours(trace: Trace) -> list[tuple[str, str, Series, str]]:
 
 
 def _area(t_s: list[float], values: list[float | None], span: float, room: int, points: int) -> str:
-    """Path of the filled curve: means over at most `points` bins, whole pixels, relative steps."""
+    """Return the SVG path of the filled curve: means of at most `points` bins, whole pixels, relative steps."""
     bins: dict[int, list[float]] = {}
     for t, v in zip(t_s, values, strict=True):
         if v is not None:
@@ -280,7 +279,7 @@ def _area(t_s: list[float], values: list[float | None], span: float, room: int, 
         for b, v in sorted(bins.items())
     ]
     x0, y0 = xy[0]
-    # A point between two of its own height adds bytes and no information: a steady lane is one line.
+    # Drop points between two of the same height, so that a steady lane is one line.
     inner = [b for a, b, c in zip(xy, xy[1:], xy[2:], strict=False) if not a[1] == b[1] == c[1]]
     xy = [xy[0], *inner, xy[-1]] if len(xy) > 1 else xy
     steps = "".join(f"l{x - px} {y - py}" for (px, py), (x, y) in pairwise(xy))
@@ -288,7 +287,7 @@ def _area(t_s: list[float], values: list[float | None], span: float, room: int, 
 
 
 def _axis(span: float, room: int, height: int) -> str:
-    """Time in seconds under the lanes, and what the two numbers to their right are."""
+    """Draw the time axis in seconds, and label the two numbers right of each lane."""
     most = max(1, room // 60)
     step = next(s for s in (0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600, 1e9) if span / s <= min(6, most))
     marks = [i * step for i in range(int(span / step + 1e-9) + 1)]

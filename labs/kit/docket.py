@@ -1,12 +1,12 @@
-"""All claims at once, with their verdicts: from the recorded evidence, or from this machine's own.
+"""All claims with their verdicts, from recorded evidence or from this machine's.
 
     from labs.kit.docket import again, own, recorded, sheet
 
     recorded().where(article="C", verdict="does not hold")    # displays as a table
     sheet("C16")                                              # one claim: what decided it, what would change it
-    again("C16")                                              # the launches that decided it, anew
+    again("C16")                                              # repeat the launches that decided it
 
-The recorded verdicts are the same everywhere; one's own are those of the notebooks that have been run here.
+The recorded verdicts are the same everywhere. `own()` judges the notebooks that have been run on this machine.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ NEEDS = "needs N GPUs"
 
 
 def kind_of(verdict: Verdict) -> str:
-    """The word of a verdict, one of WORDS: "needs N GPUs" for any number."""
+    """Return a verdict's word, one of WORDS; "needs N GPUs" for any number."""
     return NEEDS if verdict.word.startswith("needs") else verdict.word
 
 
 @dataclass(frozen=True, repr=False)
 class Docket(Table):
-    """Claims with their verdicts; displays as one table for each article."""
+    """Claims with their verdicts, shown as one table per article."""
 
     def where(self, *, article: str = "", subject: str = "", verdict: str = "") -> Docket:
-        """Those of one article ("C"), subject or verdict. BadInput names what there is."""
+        """Return the claims of one article ("C"), subject or verdict. BadInput lists the valid values."""
         article, subject, verdict = article.upper(), subject.lower(), verdict.lower()
         if verdict.startswith("needs"):  # as it is printed: "needs 1 GPU"
             verdict = NEEDS
@@ -78,7 +78,7 @@ class Docket(Table):
         return super()._summary()
 
     def count(self, by: Callable[[Claim], str]) -> dict[str, Counter[str]]:
-        """How many claims of each group got which word, for example by article: `count(lambda c: c.id[0])`."""
+        """Count the words of each group of claims; `count(lambda c: c.id[0])` groups by article."""
         found: dict[str, Counter[str]] = {}
         for claim, verdict in self.rows:
             found.setdefault(by(claim), Counter())[kind_of(verdict)] += 1
@@ -97,26 +97,26 @@ class Docket(Table):
 
 
 OPEN = 30
-"""So many rows are shown without a click."""
+"""Rows shown without a click."""
 
 
 @cache
 def recorded() -> Docket:
-    """All claims, judged by the records of the run whose outputs are committed, and where these need a GPU by those of
-    one. The same on every machine."""
+    """Return all claims, judged by the records of the committed run, or by a recorded GPU run where they need a GPU.
+    The same on every machine."""
     return Docket(tuple((c, recorded_case(c)[0]) for c in claims()))
 
 
 @cache
 def recorded_case(claim: Claim) -> tuple[Verdict, Records]:
-    """The recorded verdict on `claim`, and the evidence that it was taken from."""
+    """Return the recorded verdict on `claim` and the evidence behind it."""
     usual = recorded_evidence(claim.notebook)
     found, of_gpus = by_a_recorded_gpu(claim, judge(claim, usual, gpus=0))
     return found, of_gpus or usual
 
 
 def own() -> Docket:
-    """The claims of the notebooks that have been run on this machine, judged by what was measured here."""
+    """Return the claims of the notebooks that have been run on this machine, judged by its own records."""
     gpus = gpu_count()
     here = {n: evidence.kept(n) for n in {c.notebook for c in claims()}}
     return Docket(tuple((c, judge(c, here[c.notebook], gpus)) for c in claims() if here[c.notebook]))
@@ -124,12 +124,12 @@ def own() -> Docket:
 
 @cache
 def recorded_evidence(notebook: str) -> Records:
-    """What the claims of `notebook` ("03") were judged by in the recorded run; empty if it has no launch of its own."""
+    """Return the recorded evidence for the claims of `notebook` ("03"); empty if that notebook launches nothing."""
     return evidence.kept(notebook, evidence.RECORDED)
 
 
 def by_id(claim_id: str) -> Claim:
-    """One claim. BadInput if there is none."""
+    """Return one claim. Raises BadInput if there is none with this id."""
     known = {c.id: c for c in claims()}
     claim_id = claim_id.upper()
     hint = did_you_mean(claim_id, known)
@@ -139,18 +139,19 @@ def by_id(claim_id: str) -> Claim:
 
 @dataclass(frozen=True)
 class Sheet:
-    """One claim as a judge sees it: statement, reading, evidence, verdict, and what would change it."""
+    """One claim as its judge sees it: statement, verdict from reading alone, evidence, verdict, what would change
+    it."""
 
     claim: Claim
     verdict: Verdict
     calls: tuple[Call, ...]
     provenance: dict
     others: tuple[tuple[str, Verdict], ...] = ()
-    """Other verdicts on it, with whose they are."""
+    """(whose verdict, verdict) of other verdicts on it."""
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """What is said, with its heading."""
+        """The (heading, text) pairs to show."""
         c, v = self.claim, self.verdict
         p = self.provenance
         where = f" on {', '.join([*dict.fromkeys(p.get('gpus', ())), p['cpu']])}, {p['utc'][:10]}" if p else ""
@@ -191,8 +192,8 @@ class Sheet:
 
 
 def sheet(claim_id: str, given: Records | None = None) -> Sheet:
-    """The sheet of one claim, from the `given` evidence (default: the recorded one). BadInput if there is no such
-    claim."""
+    """Return the sheet of one claim, from the `given` evidence (default: recorded). Raises BadInput for an unknown
+    id."""
     claim = by_id(claim_id)
     verdict, found = recorded_case(claim) if given is None else (judge(claim, given, gpus=0), given)
     calls = tuple(call_of(run) for run in deciding(claim, found) if is_lab(run))
@@ -200,15 +201,15 @@ def sheet(claim_id: str, given: Records | None = None) -> Sheet:
 
 
 def is_lab(run: Records) -> bool:
-    """Whether these records came from a launch; otherwise from a function that a notebook called."""
+    """Return whether these records came from a launch, rather than from a function that a notebook called."""
     return run[0].lab in experiments()
 
 
 def again(claim_id: str, **options: str) -> Sheet:
-    """Run what decided the claim anew, on this machine, and judge by it; `options` are launch()'s, such as `device`.
+    """Repeat the launches that decided a claim on this machine, and judge by their records.
 
-    What no launch decides is judged by the recorded evidence once more. BadInput if there is no such claim, RankFailed
-    if a launch fails.
+    `options` go to launch(), such as `device`. Evidence that no launch produced is taken from the recorded run. Raises
+    BadInput for an unknown id, RankFailed if a launch fails.
     """
     before = sheet(claim_id)
     own = sorted({str(v) for c in before.calls for v in c.parameters.values() if str(v).startswith(f"{CELL}:")})

@@ -1,10 +1,10 @@
-"""What claims are judged by: kept when a notebook has judged them, read again by notebook 11 and by labs.claims.
+"""Evidence for claims: saved when a notebook judges its claims, loaded by notebook 11 and labs.claims.
 
-    my/.evidence/03.jsonl                                     of this machine: kept whenever notebook 03 has run here
-    records/cpu-2-cores-2026-11/claims/03.jsonl               recorded: of the run whose outputs are committed
-    records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU: for what only a GPU decides
+    my/.evidence/03.jsonl                                     this machine's, from running notebook 03
+    records/cpu-2-cores-2026-11/claims/03.jsonl               recorded in the run whose outputs are committed
+    records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU, for claims that need one
 
-A notebook's evidence is the records of its launches; `call_of` says how to start one of them again.
+A notebook's evidence is the records of its launches. `call_of` says how to repeat a launch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from labs.kit.record import Record, Records, as_json, load
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "records" / "cpu-2-cores-2026-11" / "claims"
 FOLDER = "COURSE_EVIDENCE"
-"""A variable of the environment: where notebooks keep their evidence in place of my/.evidence."""
+"""Environment variable: the folder for notebooks' evidence instead of my/.evidence."""
 
 
 def own_folder() -> Path:
-    """Where this machine's evidence is kept."""
+    """Return the folder of this machine's evidence."""
     return Path(os.environ.get(FOLDER) or ROOT / "my" / ".evidence")
 
 
 def keep(notebook: str, evidence: Records) -> None:
-    """Save what claims of `notebook` ("03") were just judged by in a kernel, in place of an earlier run's.
+    """Save the evidence that judged the claims of `notebook` ("03") in a kernel, replacing an earlier run's.
 
-    Only whole runs that measured: smoke runs prove nothing. What cannot be written is not kept: the verdicts stand in
-    the notebook all the same.
+    Saves only full runs that measured something, no smoke runs. If saving fails, the notebook still shows its verdicts.
     """
     if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:
         return
@@ -48,22 +47,22 @@ def keep(notebook: str, evidence: Records) -> None:
 
 
 def kept(notebook: str, folder: Path | None = None) -> Records:
-    """Evidence of `notebook` in `folder` (default: this machine's); empty if there is none.
+    """Load the evidence of `notebook` from `folder` (default: this machine's); empty if there is none.
 
-    ValueError names the file, the line and the field of what cannot be read.
+    ValueError names the file, line and field that can't be read.
     """
     path = (folder or own_folder()) / f"{notebook}.jsonl"
     return load(path) if path.is_file() else Records()
 
 
 def kept_of_gpus(notebook: str, folder: Path = RECORDED.parents[1]) -> list[Records]:
-    """Evidence of `notebook` that was recorded on machines with GPUs, one of each, in the order of their folders."""
+    """Load the evidence of `notebook` recorded on machines with GPUs, one entry per machine, sorted by folder."""
     places = sorted(p for p in folder.glob("*/claims") if p != RECORDED)
     return [found for place in places if len(found := kept(notebook, place))]
 
 
 def launches(evidence: Iterable[Record]) -> list[Records]:
-    """The records of each launch, in order: those of one lab with one configuration, on so many ranks, at one time."""
+    """Split records by launch, in order: same lab, configuration, number of ranks and provenance."""
     found: dict[str, list[Record]] = {}
     for r in evidence:
         key = json.dumps([r.lab, r.config, r.layout.get("world_size"), r.provenance], sort_keys=True, default=str)
@@ -73,7 +72,7 @@ def launches(evidence: Iterable[Record]) -> list[Records]:
 
 @dataclass(frozen=True)
 class Call:
-    """How a launch was called: parameters are those that differ from the lab's defaults."""
+    """The call that started a launch. `parameters` holds those that differ from the lab's defaults."""
 
     lab: str
     nproc: int
@@ -87,7 +86,7 @@ class Call:
 
 
 def call_of(run: Records) -> Call:
-    """How to start `run`, the records of one launch, again. BadInput if its lab is no longer there."""
+    """Return the call that repeats `run`, the records of one launch. Raises BadInput if its lab no longer exists."""
     first = run[0]
     nproc = int(first.layout.get("world_size") or 1)
     usual = as_json(lab_module(first.lab).Config())
@@ -98,5 +97,5 @@ def call_of(run: Records) -> Call:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON knows no tuples, and a Config no lists."""
+    """Convert lists to tuples: JSON has no tuples, and a Config no lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

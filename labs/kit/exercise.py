@@ -1,10 +1,10 @@
-"""The one schema of the exercises: what to do, how an answer is judged, a reference solution, known mistakes.
+"""The schema of all exercises: task, check, reference solution, known mistakes.
 
     EXERCISES = {"03.1": Exercise("03.1", 20, "write the sampler", observe, shard, (KnownMistake(...), ...))}
 
-`observe(answer)` calls the answer and returns what it did, as `{where, in words: value}`. The answer passes if the
+`observe(answer)` calls the answer and returns what it did, as `{where, in words: value}`. An answer passes if the
 reference does the same. Otherwise the first difference decides: a known mistake that differs there in the same way is
-named; if none does, the learner reads where it is, what was expected and what came.
+named. If none does, the learner reads where the difference is, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from labs.kit.check import Mistake
 from labs.kit.errors import brief
 
 Observations = Mapping[str, Any]
-TOLERANCE = 1e-4  # relative, of numbers that are not whole
+TOLERANCE = 1e-4  # relative, for floats
 
 
 @dataclass(frozen=True)
 class KnownMistake:
-    """What went wrong, what to do instead, and an answer with this mistake."""
+    """A mistake, a hint at what to do instead, and an answer that makes this mistake."""
 
     what: str
     hint: str
@@ -33,7 +33,7 @@ class KnownMistake:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: `check(id, answer)` in a notebook judges an answer by it."""
+    """One exercise. `check(id, answer)` in a notebook judges an answer with it."""
 
     id: str
     minutes: int
@@ -44,7 +44,7 @@ class Exercise:
     timeout_s: float = timeouts.EXERCISE_S
 
     def checker(self, answer: Callable[..., Any]) -> None:
-        """Raise Mistake unless `answer` does what the reference does. Errors of the answer pass through."""
+        """Raise Mistake unless `answer` does what the reference does. The answer's own errors propagate."""
         got, expected = self.observe(answer), self.observe(self.reference)
         where = first_difference(expected, got)
         if where is None:
@@ -59,12 +59,12 @@ class Exercise:
 
 
 def first_difference(expected: Observations, got: Observations) -> str | None:
-    """The first place where `got` differs from `expected`; None if there is none."""
+    """Return the first key at which `got` differs from `expected`; None if there is none."""
     return next((where for where, value in expected.items() if where not in got or not alike(value, got[where])), None)
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two observations are the same: numbers that are not whole up to TOLERANCE, lists item by item."""
+    """Return whether two observations are equal: floats within TOLERANCE, lists item by item."""
     if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, (int, float, list, tuple)):
         return type(a) is type(b) and a == b
     if isinstance(a, (list, tuple)):
@@ -75,7 +75,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """`value` as a learner reads it, in one line."""
+    """Format `value` in one line, for a learner."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, float) for v in value):

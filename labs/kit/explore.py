@@ -1,9 +1,9 @@
-"""Figures with knobs: on a live page sliders and menus move a formula, elsewhere the default figure is shown.
+"""Figures with controls: on a live page, sliders and menus redraw a figure; elsewhere it shows the default values.
 
 def draw(batch):
     fig, ax = figure(f"Batch {batch}", xlabel="batch", ylabel="samples/s")
     ...
-    return fig, "What the figure shows, for who cannot see it.", "Limited by memory: batch 512 would not be."
+    return fig, "A description for people who can't see the figure.", "Limited by memory: batch 512 would not be."
 
 explore(draw, batch=Slider("batch (samples)", (16, 32, 64), 32))
 """
@@ -28,28 +28,28 @@ NO_WIDGETS = "The knobs need ipywidgets: `pip install ipywidgets`, or run `make 
 ELSEWHERE = "Run this cell in JupyterLab to move the knobs."
 
 Draw = Callable[..., tuple[Figure, str, str]]
-"""Takes the value of each control by its name; returns a figure, its alternative text and the sentence under it."""
+"""Takes each control's value by name; returns a figure, its alternative text and the sentence below it."""
 
 
 @dataclass(frozen=True)
 class Slider:
-    """A number to be moved along `values`, by mouse or by arrow keys. Uneven steps, as powers of two, are fine."""
+    """A slider over `values`, moved by mouse or arrow keys. Steps may be uneven, such as powers of two."""
 
     label: str
-    """With the unit."""
+    """Includes the unit."""
     values: Sequence[float]
     default: float
     form: Callable[[float], str] = plot.plain_number
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Values by what is shown for them."""
+        """The values by their displayed text."""
         return {self.form(v): v for v in self.values}
 
 
 @dataclass(frozen=True)
 class Menu:
-    """One of several names."""
+    """A menu of names."""
 
     label: str
     values: Sequence[str]
@@ -57,7 +57,7 @@ class Menu:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Values by what is shown for them."""
+        """The values by their displayed text."""
         return {v: v for v in self.values}
 
 
@@ -65,10 +65,10 @@ Control = Slider | Menu
 
 
 def explore(draw: Draw, **controls: Control) -> None:
-    """Show `draw` with the defaults of `controls` and, where somebody sits at the page, the controls above it.
+    """Show `draw` with the controls' defaults and, on a live page, the controls above it.
 
-    The picture is an ordinary output, so that a saved notebook shows it without a kernel; moving a control replaces it.
-    BadInput if a default is none of its control's values; what `draw` raises for the defaults is passed on.
+    The picture is an ordinary output, so a saved notebook shows it without a kernel. Moving a control replaces it.
+    Raises BadInput if a default isn't among its control's values, and anything `draw` raises for the defaults.
     """
     for name, control in controls.items():
         known = len(control.choices) == len(control.values) and control.default in control.values
@@ -90,9 +90,9 @@ _numbers = itertools.count()
 
 
 def is_live() -> bool:
-    """Whether this cell was run from a page with somebody in front of it, who can be asked for input.
+    """Return whether this cell runs on a page with a user, who can be asked for input.
 
-    nbconvert, nbval and papermill say with every cell that nobody can: the "allow_stdin" of Jupyter's messages.
+    nbconvert, nbval and papermill set "allow_stdin" to false in their Jupyter messages.
     """
     from IPython import get_ipython
 
@@ -102,9 +102,9 @@ def is_live() -> bool:
 
 
 def knobs(widgets: Any, draw: Draw, controls: dict[str, Control], picture: str) -> Any:
-    """The controls as a box of widgets; each change draws the display `picture` anew.
+    """Return the controls as a box of widgets; each change redraws the display `picture`.
 
-    The page sends no further move of a slider before the one before it is drawn, so that none queue up.
+    The page sends no further slider position until the last one is drawn, so none queue up.
     """
     look = {"style": {"description_width": "16em"}, "layout": {"width": "40em", "max_width": "98%"}}
     kinds = {Slider: widgets.SelectionSlider, Menu: widgets.Dropdown}
@@ -116,7 +116,7 @@ def knobs(widgets: Any, draw: Draw, controls: dict[str, Control], picture: str) 
     def redraw() -> None:
         try:
             drawn = draw(**{name: w.value for name, w in made.items()})
-        except BadInput as e:  # elsewhere it would only be in the page's log
+        except BadInput as e:  # raised here, it would only reach the page's log
             return _display({"text/plain": f"{e}"}, picture, update=True)
         return _show(drawn, plot.to_png(drawn[0]), picture, update=True)
 
@@ -131,10 +131,10 @@ def knobs(widgets: Any, draw: Draw, controls: dict[str, Control], picture: str) 
 
 @contextmanager
 def no_full_collection() -> Iterator[None]:
-    """Python's garbage collector waits until the end, and then looks at what is new alone.
+    """Turn the garbage collector off, then collect only young objects.
 
-    A figure's parts refer to each other, so that none of them goes by itself. After a few figures the collector would
-    go through everything that the kernel holds, torch and all: a pause of several redraws.
+    A figure's parts refer to each other, so reference counting doesn't free them. After a few figures, a full
+    collection would scan everything in the kernel, including torch, and pause for several redraws.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -147,7 +147,7 @@ def no_full_collection() -> Iterator[None]:
 
 
 def _show(drawn: tuple[Figure, str, str], image: bytes, picture: str | None = None, update: bool = False) -> None:
-    """Display picture and sentence as one output. Width and height are given: the page does not jump."""
+    """Display picture and sentence as one output, with width and height set so that the page doesn't jump."""
     fig, alt, sentence = drawn
     require(len(alt.strip()) >= 10, "a figure needs an alternative text, a sentence that says what it shows")
     alt = " ".join(alt.split())
@@ -163,7 +163,7 @@ def _display(bundle: dict[str, Any], picture: str | None = None, update: bool = 
 
 
 def here(ax: Axes, x: float, y: float, label: str = "your knobs") -> None:
-    """Mark the point that the controls say."""
+    """Mark the controls' current point."""
     (drawn,) = ax.plot(
         [x],
         [y],
@@ -179,12 +179,12 @@ def here(ax: Axes, x: float, y: float, label: str = "your knobs") -> None:
 
 
 def stacked(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, str]) -> None:
-    """A row for each name, in which its parts (`colors` by name, in this order) stand one after the other."""
+    """Draw one bar per row, its parts one after another in the order of `colors` (part: colour)."""
     for row, parts in enumerate(rows.values()):
         start = 0.0
         for part, color in colors.items():
             size = parts.get(part, 0.0)
-            if size or row == 0:  # the first row names all parts in the legend
+            if size or row == 0:  # the first row puts all parts into the legend
                 label = part if row == 0 else ""
                 plot.spans(ax, row, [(start, start + size)], kind="modelled", color=color, label=label)
             start += size
@@ -193,7 +193,7 @@ def stacked(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[s
 
 
 def powers(first: float, last: float, base: float = 2) -> tuple[float, ...]:
-    """`first`, `base` times that, and so on up to `last`: for a slider whose range is wide."""
+    """Return `first`, `first * base` and so on up to `last`, for a slider with a wide range."""
     found = [first]
     while found[-1] * base <= last:
         found.append(found[-1] * base)

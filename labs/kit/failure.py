@@ -1,4 +1,4 @@
-"""What a learner reads when a rank fails: that rank's traceback first, then which rank, where and what next."""
+"""The report of a failed rank: its traceback first, then the rank, the host and what to do next."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ SERVER_KILLED = (
 
 
 class RankFailed(RuntimeError):
-    """A rank of a launch failed. `str()` is its traceback, then one line that names rank and host."""
+    """A rank of a launch failed. `str()` gives its traceback, then one line with rank and host."""
 
     def __init__(self, message: str, *, rank: int | None = None, host: str = "") -> None:
         super().__init__(message)
         self.rank, self.host = rank, host
 
     def _render_traceback_(self) -> list[str]:
-        """IPython prints this in place of the launcher's own frames, which tell a learner nothing."""
+        """Return what IPython prints, without the launcher's frames, which don't help a learner."""
         return str(self).splitlines()
 
 
 class RankTimeout(RankFailed):
-    """The run was stopped at its time limit; the message says what each rank was doing."""
+    """The run was stopped at its time limit. The message says what each rank was doing."""
 
 
 class Watch:
-    """The folder of a run, in which ranks announce themselves, report errors and say that they are done."""
+    """The folder of a run, in which ranks announce themselves, report errors and say when they're done."""
 
     def __init__(self, folder: Path, server: int | None = None) -> None:
         self.folder, self.server = folder, server
-        self.since: float | None = None  # first sign that the run cannot succeed any more, monotonic seconds
+        self.since: float | None = None  # first sign that the run can't succeed, monotonic seconds
         self.died: int | None = None
-        """The rank that vanished first without a report."""
+        """The first rank that vanished without a report."""
         self.killed = False
 
     def pids(self) -> dict[int, int]:
-        """Process id of each rank that has announced itself."""
+        """Return the process id of each rank that has announced itself."""
         names = (p.name.split("-") for p in self.folder.glob("rank-*"))
         return {int(rank): int(pid) for _, rank, pid in names}
 
     def is_lost(self) -> bool:
-        """Whether a rank has failed, and there was time to see which was the first."""
+        """Return whether a rank has failed, long enough ago to know which was first."""
         now = time.monotonic()
         reports = self.reports()
         if self.died is None:
             self.died = next((r for r, pid in self.pids().items() if _is_gone(pid) and not self._is_excused(r)), None)
         if self.since is None and (reports or self.died is not None):
             self.since = now
-        # The agent is to see a vanished rank itself, for its exit code; a lost connection has a cause elsewhere.
+        # Leave the agent time to get a vanished rank's exit code. A lost connection is a symptom: wait for its cause.
         grace = 1.0 if self.died is not None or all(r["lost_peer"] for r in reports) else 0.05
         return self.since is not None and now - self.since > grace
 
@@ -70,12 +70,12 @@ class Watch:
         return any((self.folder / f"{word}-{rank}").exists() for word in ("done", "error"))
 
     def reports(self) -> list[dict]:
-        """The errors that ranks have reported, oldest first, with whether they name a lost connection."""
+        """Return the errors that ranks reported, oldest first; "lost_peer" says if it is a lost connection."""
         found = [json.loads(p.read_text()) for p in self.folder.glob("error-*")]
         return sorted(({**r, "lost_peer": bool(LOST_PEER.search(r["error"]))} for r in found), key=lambda r: r["time"])
 
     def output(self) -> str:
-        """What the ranks printed, rank by rank."""
+        """Return what the ranks printed, rank by rank."""
         files = sorted(self.folder.glob("output-*"), key=lambda p: int(p.name.rpartition("-")[2]))
         lines = (
             (p.name.rpartition("-")[2], line) for p in files for line in p.read_text(errors="replace").splitlines()
@@ -83,10 +83,10 @@ class Watch:
         return "".join(f"[rank {rank}] {line}\n" for rank, line in lines)
 
     def failure(self, exit_codes: dict[int, int], agent_error: str) -> Exception:
-        """The exception for a run that failed: what the first failing rank reported, or how it died."""
+        """Return the exception for a failed run: what the first failing rank reported, or how it died."""
         reports = self.reports()
         own = [r for r in reports if not r["lost_peer"]]
-        if not own and self.server is not None and _is_gone(self.server):  # on Linux all ranks die with it
+        if not own and self.server is not None and _is_gone(self.server):  # on Linux, all ranks die with it
             return RankFailed(SERVER_KILLED)
         died = self._died_first(exit_codes)
         if not own and died is not None:
@@ -96,23 +96,23 @@ class Watch:
         return RankFailed(f"the ranks did not start: {agent_error or 'see what was printed above'}")
 
     def _died_first(self, exit_codes: dict[int, int]) -> int | None:
-        """The agent ends all ranks as soon as it sees one die, and knows which. After `kill` it cannot know."""
+        """Return the rank that died first. The agent knows it, unless `kill` ended the ranks."""
         silent = [rank for rank in exit_codes if not self._is_excused(rank)]
         return silent[0] if silent and not self.killed else self.died
 
     def kill(self) -> None:
-        """End all ranks: the run cannot succeed any more."""
+        """End all ranks, because the run can't succeed."""
         self.killed = True
         supervise.kill(self.folder)
 
     def timeout(self, timeout_s: float, ranks: int) -> RankTimeout:
-        """The exception for a run that took too long: where each rank is, as its own stack tells."""
+        """Return the exception for a run that took too long, with each rank's stack."""
         pids = self.pids()
         stopped = {rank for rank, pid in pids.items() if _status(pid) == psutil.STATUS_STOPPED}
         for rank, pid in pids.items():
             if rank not in stopped and not _is_gone(pid):
                 os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)  # faulthandler writes from the signal handler, also while a collective waits in C++
+        time.sleep(0.2)  # faulthandler writes from the signal handler, even while a collective waits in C++
         lines = [self._where(rank, rank in stopped) for rank in range(ranks)]
         head = f"after timeout_s={timeout_s:g} the run was stopped. At that time"
         return RankTimeout("\n".join([head, *lines]), rank=min(stopped, default=None))
@@ -133,9 +133,9 @@ class Watch:
 
 
 def _frames(stack: str) -> list[str]:
-    """Lines of a faulthandler stack, innermost first, down to where the launcher called the lab."""
+    """Return the lines of a faulthandler stack, innermost first, up to the launcher's call of the lab."""
     lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
-    lines = [line for line in lines if "c10d_logger.py" not in line]  # wraps every collective, says nothing
+    lines = [line for line in lines if "c10d_logger.py" not in line]  # wraps every collective
     entry = os.path.join("labs", "kit", "rank_process.py")
     ours = next((i for i, line in enumerate(lines) if entry in line), len(lines))
     return lines[:ours][:12]

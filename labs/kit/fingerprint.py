@@ -1,11 +1,11 @@
-"""Short hashes that tell one version of the course from another, whatever the machine, Python or line endings.
+"""Short hashes that identify a version of the course, independent of machine, Python version and line endings.
 
-    course()             all notebooks and all of labs/: what an instructor and a room compare
-    notebook(path)       one notebook's own cells, without outputs
+    course()             all notebooks and all of labs/: compared between an instructor and a room
+    notebook(path)       one notebook's cells, without outputs
     code_behind(path)    the code of labs/ that a notebook runs, without comments and docstrings
 
-The last two are written into a notebook when `make notebooks` runs it, and a test compares them: outputs that
-came from other code than that in the repository are found.
+`make notebooks` writes the last two into each notebook it runs. A test compares them, and so finds outputs that came
+from other code than the repository's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DIGITS = 12
 SHEETS = re.compile(r"^(?:changes|command) = .*\n", re.MULTILINE)
-"""What claims.toml holds for notebook 11 and labs.claims alone."""
+"""Lines of claims.toml that only notebook 11 and labs.claims use."""
 DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/common/data/SHA256SUMS")  # read by code that cells run
 
 
 def course(root: Path = ROOT) -> str:
-    """12 hex digits of every notebook's cells, without outputs, and of every module of labs/ below `root`, comments and
-    all: cutting them takes longer than `import torch`. FileNotFoundError if `root` holds no notebooks."""
+    """Return 12 hex digits of all notebooks' cells, without outputs, and all modules of labs/ below `root`. Keeps
+    comments, because removing them takes longer than `import torch`. FileNotFoundError if there are no notebooks."""
     notebooks = sorted((root / "notebooks").glob("*.ipynb"))
     if not notebooks:
         raise FileNotFoundError(f"there are no notebooks in {root / 'notebooks'}")
@@ -38,7 +38,7 @@ def course(root: Path = ROOT) -> str:
 
 
 def notebook(path: Path) -> str:
-    """12 hex digits of a notebook's cells: kind, source and tags. ValueError if the file is no notebook."""
+    """Return 12 hex digits of a notebook's cells: kind, source and tags. ValueError if the file isn't a notebook."""
     try:
         cells = json.loads(path.read_text("utf-8"))["cells"]
         parts = [[c["cell_type"], _text(c["source"]), sorted(c["metadata"].get("tags", []))] for c in cells]
@@ -48,7 +48,7 @@ def notebook(path: Path) -> str:
 
 
 def code_behind(path: Path) -> str:
-    """12 hex digits of the modules of labs/ that the notebook imports or launches, those they use, and their data."""
+    """Return 12 hex digits of the modules of labs/ that a notebook imports or launches, what they import, and DATA."""
     modules = modules_behind(path)
     texts = [without_comments(_module_file(m).read_text("utf-8")) for m in sorted(modules)]
     data = [_text((ROOT / name).read_text("utf-8")) for name in DATA]
@@ -58,7 +58,7 @@ def code_behind(path: Path) -> str:
 
 
 def modules_behind(path: Path) -> set[str]:
-    """Names of the modules of labs/ that a notebook needs, its exercises, solutions and claims among them."""
+    """Return the names of the modules of labs/ that a notebook needs, including its exercises and claims."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     source = "\n".join(
         re.sub(r"^[%!].*$", "", _text(c["source"]), flags=re.M) for c in cells if c["cell_type"] == "code"
@@ -66,7 +66,7 @@ def modules_behind(path: Path) -> set[str]:
     number = path.name[:2]
     own = {f"labs.chapters.nb{number}.{kind}" for kind in ("exercises", "solutions", "claims", "figures")}
     own |= {f"labs.exercises.nb{number}", f"labs.claims.nb{number}"}
-    if "labs.kit.docket" in source:  # it judges the claims of all notebooks, and finds their judges by name
+    if "labs.kit.docket" in source:  # it finds the judges of all notebooks by name
         own |= {f"labs.chapters.{p.parent.name}.claims" for p in (ROOT / "labs" / "chapters").glob("nb??/claims.py")}
         own |= {f"labs.claims.{p.stem}" for p in (ROOT / "labs" / "claims").glob("nb*.py")}
     todo, found = {*_uses(source, ""), *(m for m in own if _module_file(m))}, set()
@@ -77,9 +77,9 @@ def modules_behind(path: Path) -> set[str]:
     return found
 
 
-@cache  # most modules are behind several notebooks
+@cache  # most modules are used by several notebooks
 def _uses(source: str, module: str) -> frozenset[str]:
-    """Modules of labs/ that `source` imports, anywhere in it, or launches; a package of them comes along."""
+    """Return the modules of labs/ that `source` imports (anywhere in it) or launches, with their parent packages."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -101,17 +101,17 @@ def _with_parents(name: str) -> Iterator[str]:
 
 @cache
 def _module_file(name: str) -> Path | None:
-    """The file of a module of this repository; None if there is no such module."""
+    """Return the file of a module in this repository; None if there is no such module."""
     path = ROOT.joinpath(*name.split("."))
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
 @cache
 def without_comments(source: str) -> str:
-    """Python source without comments, docstrings, blank lines and trailing blanks."""
+    """Return Python source without comments, docstrings, blank lines and trailing spaces."""
     lines, body = source.replace("\r\n", "\n").split("\n"), ast.parse(source).body
     begun = 0
-    for statement in body:  # each for itself: tokens cost most of the time, and most statements hold no #
+    for statement in body:  # one at a time: tokenizing is the slow part, and most statements hold no #
         first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]) - 1
         _cut_comments(lines, begun, first)
         _cut_comments(lines, max(begun, first), statement.end_lineno)
@@ -124,7 +124,7 @@ def without_comments(source: str) -> str:
 
 
 def _cut_comments(lines: list[str], first: int, end: int) -> None:
-    """Cut comments off lines[first:end], which begin with a statement and end with one."""
+    """Cut comments off lines[first:end], which start and end with a statement."""
     text = "\n".join(lines[first:end])
     if "#" not in text:
         return
@@ -135,7 +135,7 @@ def _cut_comments(lines: list[str], first: int, end: int) -> None:
 
 
 def _statements(body: list[ast.AST]) -> Iterator[ast.AST]:
-    """All statements in `body`, those within others too; expressions, which are most of a tree, are not looked at."""
+    """Yield all statements in `body`, nested ones included, without visiting expressions."""
     for node in body:
         yield node
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):

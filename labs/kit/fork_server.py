@@ -1,7 +1,7 @@
-"""What a launching process keeps for its runs: a fork server with torch loaded, a folder, a watcher.
+"""A launching process's helpers for its runs: a fork server with torch loaded, a folder, a watcher.
 
-All three are made once per process, by the first launch or as soon as a notebook imports `labs.kit.launch`, and
-end with it, however it ends: see labs.kit.supervise.
+All three are made once per process, by the first launch or when a notebook imports `labs.kit.launch`. They end with the
+process, however it ends: see labs.kit.supervise.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pathlib import Path
 from labs.kit import supervise, timeouts
 from labs.kit.errors import BadInput
 
-READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
-LEAN = "LABS_LEAN_FORK_SERVER"  # tells the fork server that no rank will train: half of its imports can be left out
+READY = "LABS_FORK_SERVER_READY"  # names the file that the fork server creates once torch is loaded
+LEAN = "LABS_LEAN_FORK_SERVER"  # tells the fork server that no rank will train, so it can skip half of its imports
 
 
 @contextmanager
 def signals_held() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM, and deliver them at the end: nothing breaks into the start or the end of a run.
+    """Hold SIGINT and SIGTERM back until the end of the block, so that they can't interrupt a run's start or end.
 
-    Yields the list they are noted in, for the caller to look at now and then. Whatever the block raises after
-    one was noted is dropped for it. Does nothing outside of the main thread, where no signal arrives.
+    Yields the list in which they are noted, for the caller to check. Once one is noted, an exception from the block is
+    dropped in its favour. Does nothing outside the main thread, where no signal arrives.
     """
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -52,23 +52,24 @@ def signals_held() -> Iterator[list[int]]:
         if not noted:
             raise
     finally:
-        for number in reversed(before):  # SIGINT last: from then on it may break in again
+        for number in reversed(before):  # SIGINT last: after it, a signal may interrupt again
             signal.signal(number, before[number])
     if noted:
         if signal.getsignal(noted[0]) is not signal.default_int_handler:
-            signal.raise_signal(noted[0])  # whoever handles it may end the process, or raise
+            signal.raise_signal(noted[0])  # its handler may end the process, or raise
         raise _interrupted() from None
 
 
 def _interrupted() -> KeyboardInterrupt:
-    """No subclass: for any other class Python would not end a script by the signal, as a shell expects it."""
+    """Return a plain KeyboardInterrupt: for a subclass, Python wouldn't end a script by the signal, as shells
+    expect."""
     error = KeyboardInterrupt("all ranks have been stopped")
-    error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # IPython's, instead of the launcher's frames
+    error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # IPython prints this instead of our frames
     return error
 
 
 class ForkServer:
-    """Fork server, folder and watcher of the process that made it."""
+    """Fork server, folder and watcher of the process that created it."""
 
     def __init__(self, lean: bool = False, forked: bool = False) -> None:
         self.owner, self.lean, self.forked = os.getpid(), lean, forked
@@ -79,7 +80,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def ensure(self) -> None:
-        """Start the watcher and the fork server if they are not there (any more)."""
+        """Start the watcher and the fork server unless they are running."""
         if self.watcher is None or self.watcher.poll() is not None:
             self.watcher = supervise.start_watcher(self.root, self.owner)
         self._ensure_fork_server()
@@ -87,9 +88,9 @@ class ForkServer:
     def _ensure_fork_server(self) -> None:
         before = forkserver._forkserver._forkserver_pid
         resource_tracker.ensure_running()  # now, since it would unblock SIGINT below
-        # Without a name server every rank would print to stdout that a host name is unknown; errors still come.
+        # Without a name server, every rank would print that a host name is unknown. Errors are still shown.
         quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"), LEAN: "1" if self.lean else ""}
-        if threading.current_thread() is threading.main_thread():  # any other may end while the fork server is needed
+        if threading.current_thread() is threading.main_thread():  # another thread may end before the fork server
             quiet[supervise.LAUNCHER] = str(self.owner)
         how, self.forked = _as_a_fork() if self.forked else contextlib.nullcontext(), False
         with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked(), how:
@@ -98,31 +99,31 @@ class ForkServer:
         announcement = self.root / f"server-{pid}"
         if not announcement.exists():
             announcement.touch()
-            if pid == before:  # somebody else has started it: there is no knowing when it is ready
+            if pid == before:  # someone else started it, so we can't know when it is ready
                 self.ready.touch()
             elif before is not None:
                 self.ready.unlink(missing_ok=True)
                 (self.root / f"server-{before}").unlink(missing_ok=True)
 
     def wait_until_warm(self, check: Callable[[], None]) -> None:
-        """Return when the fork server has loaded torch. `check` is called often, and may raise."""
-        deadline = time.monotonic() + timeouts.IMPORT_S  # without the preload ranks start, too, only slowly
+        """Wait until the fork server has loaded torch. Calls `check` often, which may raise."""
+        deadline = time.monotonic() + timeouts.IMPORT_S  # ranks also start without the preload, only slowly
         while not self.ready.exists() and time.monotonic() < deadline:
             check()
             time.sleep(0.01)
 
     def server_pid(self) -> int | None:
-        """The fork server, from which the ranks of the next run come."""
+        """Return the process id of the fork server, from which the next run's ranks come."""
         return forkserver._forkserver._forkserver_pid
 
     def run_folder(self) -> Path:
-        """A new folder for one run."""
+        """Make a new folder for one run."""
         folder = self.root / f"run-{next(self.runs)}"
         folder.mkdir()
         return folder
 
     def close(self) -> None:
-        """Let the watcher clean up now, and wait for it."""
+        """Make the watcher clean up now, and wait for it."""
         if self.watcher is None or os.getpid() != self.owner:
             return
         done, self.watcher = self.watcher, None  # this may be called again
@@ -135,16 +136,16 @@ _lock = threading.Lock()
 
 
 def start_fork_server(lean: bool = False, forked: bool = False) -> ForkServer:
-    """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it.
+    """Start loading torch in the background, unless that has been done. Raises BadInput if there is no room for it.
 
-    Undisturbed by an interrupt, which would leave half of it. `lean`: without what only training needs.
-    `forked`: from this process, which has loaded torch and computed nothing yet, where that is safe: see `_as_a_fork`.
+    Signals are held back meanwhile. `lean` skips what only training needs. `forked` forks this process, which must have
+    loaded torch and computed nothing yet, if that is safe: see `_as_a_fork`.
     """
     global _current
     with signals_held(), _lock:
         if _current is None or _current.owner != os.getpid():
             for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # RankFailed holds what a learner needs of it
             logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
             multiprocessing.set_forkserver_preload(["labs.kit.supervise", "labs.kit.rank_process"])
@@ -158,11 +159,11 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 @contextmanager
 def _as_a_fork() -> Iterator[None]:
-    """Within this block multiprocessing's fork server starts as a fork of this process, not as a fresh interpreter.
+    """Within this block, multiprocessing's fork server starts as a fork of this process, not as a fresh interpreter.
 
-    It then has all that this process has imported: a command waits for one import of torch, not for two in a row.
-    Only where this process has no thread of Python's, has started none of OpenMP's, which a fork lacks and waits for,
-    and has not used a GPU. Linux only: macOS's frameworks do not bear it.
+    It then has everything that this process imported, so a command waits for one import of torch instead of two. This
+    process must have no other Python thread, have started no OpenMP thread (a fork lacks them and waits for them) and
+    not have used a GPU. Linux only, because macOS's frameworks don't survive it.
     """
     multiprocessing.util.spawnv_passfds = _fork
     try:
@@ -172,20 +173,20 @@ def _as_a_fork() -> Iterator[None]:
 
 
 def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
-    """Like multiprocessing.util.spawnv_passfds, but a fork that runs the last argument, which is Python."""
+    """Fork this process and run the last argument, which is Python; replaces multiprocessing.util.spawnv_passfds."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is left in a buffer would be written twice
+        stream.flush()  # otherwise both processes would write what is left in the buffer
     launcher = os.getpid()
     if pid := os.fork():
         return pid
     try:
-        multiprocessing.util.spawnv_passfds = _spawn  # a fork server that a rank starts is no fork of the rank
+        multiprocessing.util.spawnv_passfds = _spawn  # a fork server started by a rank isn't a fork of the rank
         supervise.end_with_parent(launcher)
         os.environ.pop(supervise.LAUNCHER, None)
         Path("/proc/self/comm").write_text(supervise.SERVER)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        kept = [2, *sorted(descriptors)]  # the launcher's other files close when it closes them
+        kept = [2, *sorted(descriptors)]  # close the rest, so that the launcher's files close when it closes them
         for last, following in itertools.pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
             os.closerange(last + 1, following)
         exec(arguments[-1], {"__name__": "__mp_main__"})
@@ -194,9 +195,9 @@ def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
 
 
 def _private_folder() -> Path:
-    """A folder with a short path that also takes multiprocessing's sockets, which a SIGKILL would leave in /tmp.
+    """Make a folder with a short path. multiprocessing puts its sockets there; a SIGKILL would leave them in /tmp.
 
-    Its name begins those of all semaphores made here and in ranks, so that the watcher can find them.
+    All semaphores made here and in ranks have names that start with the folder's, so the watcher can find them.
     """
     base = tempfile.gettempdir()
     try:
@@ -204,14 +205,14 @@ def _private_folder() -> Path:
         root = tempfile.mkdtemp(prefix="labs-", dir=base if short else "/tmp")
     except OSError as e:
         raise BadInput(f"cannot make a folder in {base} ({e.strerror}): set TMPDIR to one with room") from None
-    config = multiprocessing.current_process()._config  # ranks have a copy
+    config = multiprocessing.current_process()._config  # ranks get a copy
     config.setdefault("tempdir", root)
     config["semprefix"] = f"/{Path(root).name}"
     return Path(root)
 
 
 def _import_path() -> str:
-    """PYTHONPATH with which the fork server finds this package, installed or not."""
+    """Return a PYTHONPATH with which the fork server finds this package, installed or not."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(p for p in paths if p)
 
@@ -229,7 +230,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """A process started here never sees SIGINT: interrupting a cell must not break off its import of torch."""
+    """Start processes that never see SIGINT, so that interrupting a cell doesn't interrupt their import of torch."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -238,4 +239,4 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 if "ipykernel" in sys.modules:
-    start_fork_server()  # now, while the kernel itself still imports torch and the learner reads
+    start_fork_server()  # now, while the kernel imports torch and the learner reads
