@@ -1,7 +1,7 @@
-"""Which devices ranks run on, and what is here: GPUs and cores, torch's build, the cards' datasheets.
+"""The devices that ranks run on, and this machine's GPUs, cores, torch build and datasheets.
 
-Nothing in this module initialises CUDA: a notebook kernel that did could not start ranks safely any more. A card that
-is not in `gpus.toml`, or a figure that is not sourced there, is None: no share of a peak is computed from a guess.
+Nothing in this module initialises CUDA, because a notebook kernel that has done so can't start ranks safely. A card
+missing from `gpus.toml`, or a figure without a source there, is None, so no share of a peak is computed from a guess.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ KINDS = ("auto", "cpu", "cuda", "cuda-shared")
 
 @dataclass(frozen=True)
 class Device:
-    """Where one rank runs: a GPU by its CUDA index, or CPU cores."""
+    """The device of one rank: a GPU by its CUDA index, or CPU cores."""
 
     kind: str
-    """"cuda", "cpu", or "cuda-shared": a GPU that other ranks use too, so that NCCL cannot be used."""
+    """"cuda", "cpu", or "cuda-shared": a GPU that several ranks share, so NCCL can't be used."""
     index: int
     name: str
     cores: tuple[int, ...] = ()
@@ -39,10 +39,10 @@ class Device:
 def devices(
     n: int, *, kind: str = "auto", gpu_names: Sequence[str] | None = None, cores: Sequence[int] | None = None
 ) -> list[Device]:
-    """A device for each of `n` ranks: `n` GPUs if so many are visible, otherwise `n` CPU cores, one each.
+    """Return a device for each of `n` ranks: `n` GPUs if that many are visible, otherwise `n` CPU cores.
 
-    `kind` asks for one of them: "cpu", "cuda", or "cuda-shared" (all ranks on GPU 0, gloo). `gpu_names` and
-    `cores` stand in for this machine in tests. Raises BadInput with the fix if there are too few.
+    `kind` selects "cpu", "cuda", or "cuda-shared" (all ranks on GPU 0, gloo). Tests pass `gpu_names` and `cores` to
+    replace this machine's. If there are too few, raises BadInput with the fix.
     """
     require(n >= 1, f"at least 1 device is needed, not {n}")
     require(kind in KINDS, f"device must be one of {', '.join(KINDS)}, not {kind!r}")
@@ -57,10 +57,10 @@ def devices(
 
 
 def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[Device]:
-    """A device for each of `nproc` ranks of this machine. BadInput names the fix if there are too few.
+    """Return a device for each of `nproc` ranks on this machine. If there are too few, BadInput names the fix.
 
-    COURSE_OVERSUBSCRIBE=1 in the environment means `oversubscribe` for every launch: on a machine with one core,
-    notebooks then run as they are.
+    The environment variable COURSE_OVERSUBSCRIBE=1 sets `oversubscribe` for every launch, so that unchanged notebooks
+    run on a machine with one core.
     """
     require(nproc >= 1, f"nproc must be at least 1, not {nproc}")
     if not (oversubscribe or os.environ.get("COURSE_OVERSUBSCRIBE") == "1"):
@@ -75,23 +75,23 @@ def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[D
 
 
 def _repeated(have: Sequence[Device], nproc: int) -> list[Device]:
-    """Devices for `nproc` ranks out of fewer, in turn. GPUs become "cuda-shared" for all: NCCL refuses two on one."""
+    """Assign fewer devices to `nproc` ranks in turn. GPUs become "cuda-shared": NCCL refuses two ranks on one GPU."""
     if len(have) < nproc and have[0].kind == "cuda":
         have = [dataclasses.replace(d, kind="cuda-shared") for d in have]
     return [have[i % len(have)] for i in range(nproc)]
 
 
 def _shareable(placement: list[Device]) -> list[Device]:
-    """`placement` itself. BadInput if a GPU that ranks would share lets in one process at a time."""
+    """Return `placement`. Raises BadInput if ranks would share a GPU in exclusive-process mode."""
     indices = {d.index for d in placement if d.kind == "cuda-shared"}
     require_shareable(indices if len(placement) > 1 else ())
     return placement
 
 
 def require_shareable(indices: Collection[int], shown: Sequence[Visible] | None = None) -> None:
-    """BadInput if one of the GPUs with these CUDA indices is in exclusive-process mode: asked before a second process.
+    """Raise BadInput if one of the GPUs with these CUDA indices is in exclusive-process mode.
 
-    CUDA would say "all CUDA-capable devices are busy or unavailable".
+    Call it before a second process uses the GPU, where CUDA reports "all CUDA-capable devices are busy or unavailable".
     """
     shown = (visible(nvml.report(brief=True)) or () if indices else ()) if shown is None else shown
     for v in shown:
@@ -101,7 +101,7 @@ def require_shareable(indices: Collection[int], shown: Sequence[Visible] | None 
 
 
 def why_cores(placement: Sequence[Device], kind: str = "auto", gpu_names: Sequence[str] | None = None) -> str:
-    """One line if ranks run on cores although there are GPUs, since these are fewer than ranks; "" otherwise."""
+    """Return one line if ranks run on cores because there are fewer GPUs than ranks; otherwise ""."""
     if kind != "auto" or placement[0].kind != "cpu":
         return ""
     gpus = len(visible_gpu_names() if gpu_names is None else gpu_names)
@@ -135,34 +135,34 @@ def _count(n: int, noun: str) -> str:
 
 
 def usable_affinity(root: str | Path = "/") -> tuple[int, ...]:
-    """The logical CPUs that ranks are pinned to: the affinity, cut to what a CPU quota keeps running.
+    """Return the logical CPUs that ranks are pinned to: the affinity, cut to what a CPU quota allows.
 
-    One of each physical core comes first, the other hyper-threads last: two ranks share a core only when they must.
+    One CPU of each physical core comes first, second hyper-threads last, so two ranks share a core only if they must.
     """
     return one_per_core_first(affinity(), root)[: core_count()]
 
 
 def one_per_core_first(cpus: Sequence[int], root: str | Path = "/") -> tuple[int, ...]:
-    """`cpus` in ascending order, but first the first hyper-thread of every physical core, then the second ones."""
+    """Sort `cpus` in ascending order, the first hyper-thread of every physical core before the second ones."""
     turn = {cpu: place for core in cores(cpus, root) for place, cpu in enumerate(core.cpus)}
     return tuple(sorted(turn, key=lambda cpu: (turn[cpu], cpu)))
 
 
 def visible_gpu_names(report: nvml.Report | None = None, environ: dict[str, str] | None = None) -> list[str]:
-    """Names of the GPUs that this torch could use, in CUDA order; [] for a CPU build."""
+    """Return the names of the GPUs that this torch can use, in CUDA order; [] for a CPU build."""
     import torch
 
     if not torch.backends.cuda.is_built():
         return []
     found = visible(report or nvml.report(brief=True), environ)
-    if found is None:  # no NVML (ROCm, some WSL): torch counts, at the price of asking the CUDA runtime
+    if found is None:  # no NVML (ROCm, some WSL): let torch count, which asks the CUDA runtime
         return [f"GPU {i}" for i in range(torch.cuda.device_count())]
     return [v.name or f"GPU {v.cuda_index}" for v in found]
 
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's name, for example "AMD EPYC 9654"."""
+    """Return the processor's name, for example "AMD EPYC 9654"."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -172,7 +172,7 @@ def cpu_name() -> str:
 
 
 def inventory(nvml_module: Any = None, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """Everything known about this machine without starting CUDA, as plain JSON values."""
+    """Return everything known about this machine as plain JSON values, without starting CUDA."""
     report = nvml.report(nvml_module)
     found = visible(report, environ)
     environ = os.environ if environ is None else environ
@@ -191,7 +191,7 @@ def inventory(nvml_module: Any = None, environ: dict[str, str] | None = None) ->
 
 
 def summary() -> dict[str, Any]:
-    """The few facts about the hardware that go into every record's provenance."""
+    """Return the hardware facts that go into every record's provenance."""
     import psutil
 
     report = nvml.report(brief=True)
@@ -205,7 +205,7 @@ def summary() -> dict[str, Any]:
 
 
 def nccl_version() -> str | None:
-    """Version of the NCCL inside this torch, for example "2.28.9"; None for a build without it."""
+    """Return the version of torch's NCCL, for example "2.28.9"; None for a build without it."""
     import torch
 
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
@@ -214,7 +214,7 @@ def nccl_version() -> str | None:
 
 
 def build() -> dict[str, Any]:
-    """What this torch was built for. `arch_list` is read from the build, so that CUDA stays uninitialised."""
+    """Return what this torch was built for. `arch_list` comes from the build, so CUDA stays uninitialised."""
     import torch
 
     arch = _compat.cuda_arch_flags() if torch.backends.cuda.is_built() else None
@@ -222,7 +222,7 @@ def build() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        # Not torch.backends.cudnn.version(): its _init() asks every GPU for its capability, which starts CUDA.
+        # torch.backends.cudnn.version() would ask every GPU for its capability, which starts CUDA.
         "cudnn": _compat.cudnn_version() if torch.backends.cudnn.is_available() else None,
         "nccl": nccl_version(),
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
@@ -231,17 +231,17 @@ def build() -> dict[str, Any]:
 
 
 def runs_on(capability: tuple[int, int], arch_list: Sequence[str]) -> str | None:
-    """How kernels for `arch_list` run on a card of this compute capability: "native", "ptx" or None.
+    """Return how kernels for `arch_list` run on a card of this compute capability: "native", "ptx" or None.
 
-    Machine code sm_XY runs on X.Y and later minor versions of the same major one. PTX (compute_XY) is
-    compiled by the driver for any later card: it works, after a long first start, without the newer units.
-    Targets with an "a" (sm_90a) run on exactly that card. Source: CUDA C++ Programming Guide.
+    Machine code sm_XY runs on X.Y and later minor versions of major version X. The driver compiles PTX (compute_XY) for
+    any later card, so the first start is slow and newer units stay unused. Targets with an "a" (sm_90a) run on exactly
+    that card. Source: CUDA C++ Programming Guide.
     """
     found = None
     for entry in arch_list:
         target, _, digits = entry.partition("_")
         if target not in ("sm", "compute"):
-            continue  # ROCm's names its own: gfx90a
+            continue  # ROCm uses names such as gfx90a
         exact = digits.endswith("a")
         number = int(digits.rstrip("af"))
         major, minor = divmod(number, 10)
@@ -257,7 +257,7 @@ DTYPES = {"fp32": "fp32", "tf32": "tensor_tf32", "bf16": "tensor_bf16", "fp16": 
 
 @dataclass(frozen=True)
 class Peak:
-    """A dense datasheet peak, in FLOP/s, with its source."""
+    """A dense peak from a datasheet, in FLOP/s, with its source."""
 
     flop_s: float
     gpu: str
@@ -268,7 +268,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the table; None where no figure is sourced. TFLOP/s are dense."""
+    """One row of gpus.toml; None where no figure has a source. TFLOP/s are dense."""
 
     gpu: str
     names: tuple[str, ...]
@@ -276,9 +276,9 @@ class Spec:
     url: str
     memory_gb: float | None = None
     usable_mib: int | None = None
-    """MiB that nvidia-smi prints as the card's total; see `usable_bytes`."""
+    """The card's total in MiB, as nvidia-smi prints it; see `usable_bytes`."""
     usable_source: str = ""
-    """Title of the source of `usable_mib`; `usable_url` is its address, "" where none was kept."""
+    """Title of the source of `usable_mib`; `usable_url` is its address, "" if we have none."""
     usable_url: str = ""
     bandwidth_gb_s: float | None = None
     bus_bits: int | None = None
@@ -288,28 +288,28 @@ class Spec:
     tensor_bf16: float | None = None
     tensor_fp16: float | None = None
     halved: bool = False
-    """The tensor figures are half of a figure "with sparsity"."""
+    """Whether the tensor figures are half of a figure "with sparsity"."""
     link: str | None = None
     link_gb_s: float | None = None
     pcie_gb_s: float | None = None
-    """Of a card whose `link` is a bridge: a bridge joins two cards, PCIe joins more."""
+    """For a card whose `link` is a bridge, which joins two cards; PCIe joins more."""
     l2_mib: float | None = None
-    """Level-2 cache in 2^20 bytes."""
+    """Level-2 cache in MiB (2^20 bytes)."""
     tdp_w: float | None = None
     note: str = ""
 
     def tflops(self, dtype: str) -> float | None:
-        """Dense TFLOP/s of "fp32", "tf32", "bf16" or "fp16"."""
+        """Return dense TFLOP/s of "fp32", "tf32", "bf16" or "fp16"."""
         return getattr(self, DTYPES[dtype])
 
     def link_among(self, gpus: int) -> float | None:
-        """10^9 bytes/s, both directions added, of one of `gpus` cards in a server: more than two have no bridge."""
+        """Return one card's 10^9 bytes/s, both directions added, among `gpus` cards; more than two have no bridge."""
         return self.pcie_gb_s if "bridge" in (self.link or "") and gpus > 2 else self.link_gb_s
 
 
 @functools.cache
 def specs() -> tuple[Spec, ...]:
-    """All rows of gpus.toml, in its order."""
+    """Return all rows of gpus.toml, in order."""
     text = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
     return tuple(_spec(gpu, dict(row), text["sources"]) for gpu, row in text["gpu"].items())
 
@@ -322,18 +322,18 @@ def _spec(gpu: str, row: dict[str, Any], sources: dict[str, dict[str, str]]) -> 
 
 
 def spec(name: str) -> Spec | None:
-    """The row of the card with this NVML name, or with this name in the table; None if it is not there.
+    """Return the row of the card with this NVML name or table name; None if there is none.
 
-    Names must match in full: "NVIDIA H200 NVL" is another product than "NVIDIA H200".
+    Names must match in full: "NVIDIA H200 NVL" and "NVIDIA H200" are different products.
     """
     wanted = name.strip().casefold()
     return next((s for s in specs() if wanted in (n.casefold() for n in (s.gpu, *s.names))), None)
 
 
 def require_spec(name: str, otherwise: str = "") -> Spec:
-    """The row of `name`. BadInput, with the nearest name, the known ones and `otherwise`, if there is none."""
+    """Return the row of `name`. If there is none, BadInput lists the nearest and known names, and `otherwise`."""
     row = spec(name)
-    if row is None:  # only now: a search for the nearest name takes longer than all else here
+    if row is None:  # search for the nearest name only now, because that is slow
         known = [s.gpu for s in specs()]
         hint = did_you_mean(name, known)
         raise BadInput(f"no datasheet of {name!r} here. {hint}Known: {', '.join(known)}{otherwise}")
@@ -341,18 +341,18 @@ def require_spec(name: str, otherwise: str = "") -> Spec:
 
 
 def usable_bytes(name: str) -> int | None:
-    """Bytes that nvidia-smi prints as the total of the card with this name: what a model can have at most.
+    """Return a card's total memory in bytes as nvidia-smi prints it: the upper limit for a model.
 
-    Not the datasheet's 10^9 bytes: an "80 GB" A100 has 85.9e9, a "24 GB" RTX 4090 has 25.8e9. The driver
-    keeps a part of it, and so does the CUDA context of each process. None for a card without a sourced figure. On the
-    machine itself `nvml.gpus()` tells.
+    It differs from the datasheet's 10^9 bytes: an "80 GB" A100 has 85.9e9, a "24 GB" RTX 4090 has 25.8e9. The driver
+    and each process's CUDA context use part of it. None for a card without a sourced figure. On the machine itself, ask
+    `nvml.gpus()`.
     """
     row = spec(name)
     return row.usable_mib * 2**20 if row and row.usable_mib else None
 
 
 def peak(name: str, dtype: str) -> Peak | None:
-    """Dense peak of a card for "fp32", "tf32", "bf16" or "fp16". None when it is not known."""
+    """Return a card's dense peak for "fp32", "tf32", "bf16" or "fp16"; None if unknown."""
     row = spec(name)
     tflops = row.tflops(dtype) if row else None
     return Peak(tflops * 1e12, row.gpu, dtype, row.source, row.url) if row and tflops else None

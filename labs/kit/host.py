@@ -1,12 +1,12 @@
-"""What this process may use of the machine: cores and which belong together, memory, shared memory, files, disk.
+"""What this process may use of the machine: cores, memory, shared memory, open files, disk.
 
-`os.cpu_count()` and `free` show the host. What a container or a job scheduler leaves of it is in the control groups, of
-which there are two layouts (v1, v2). Which logical CPUs are one physical core, which cores share a NUMA node, and which
-node a GPU hangs on is in Linux's /sys. What that does not tell (macOS, some virtual machines) is not guessed: each
-logical CPU is then a core of its own, all on node 0, and a GPU's node is None.
+`os.cpu_count()` and `free` show the host. The limits of a container or job scheduler are in the control groups, which
+have two layouts (v1, v2). Linux's /sys says which logical CPUs form a physical core, which cores share a NUMA node and
+which node a GPU is on. Where it doesn't (macOS, some virtual machines), each logical CPU counts as a core on node 0,
+and a GPU's node is None.
 Source: Documentation/ABI/stable/sysfs-devices-system-cpu and sysfs-devices-node of the Linux kernel.
 
-Every reader takes the root of a file tree, so that it can be tested on a copy.
+Every reader takes the root of a file tree, so tests can pass a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Limit, use, and the part of the use that the kernel may drop at once, of a control group: version 2, version 1.
+# Files of a control group, v2 and v1: limit, use, and the part of the use that the kernel can drop at once.
 MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -29,17 +29,17 @@ UNLIMITED_V1 = 2**60  # cgroup v1 writes "no limit" as the largest multiple of t
 
 @dataclass(frozen=True)
 class Container:
-    """Limits of this process; None where there is no limit or it cannot be read."""
+    """Limits of this process; None if there is no limit or it can't be read."""
 
     cores: int
-    """Cores to plan with: affinity and quota both respected, at least 1."""
+    """Cores to plan with, within affinity and quota; at least 1."""
     affinity: tuple[int, ...]
     cpu_quota: float | None
     """CPU seconds per second that the control group grants."""
     memory_limit_bytes: int | None
     memory_available_bytes: int
     shm_bytes: int | None
-    """Size of /dev/shm, through which DataLoader workers hand over batches; Docker's default is 64 MiB."""
+    """Size of /dev/shm, through which DataLoader workers pass batches; Docker's default is 64 MiB."""
     shm_free_bytes: int | None
     open_files: int | None
     locked_memory_bytes: int | None
@@ -47,46 +47,46 @@ class Container:
 
 
 def affinity() -> tuple[int, ...]:
-    """Cores the scheduler may put this process on. macOS and Windows have no such call: all cores."""
+    """Return the logical CPUs this process may run on. macOS and Windows have no such call, so it returns all."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def usable_cores(cores: Collection[int], quota: float | None) -> int:
-    """How many busy threads run at full speed at once: `cores` of the affinity, cut by a CPU quota.
+    """Return how many busy threads can run at full speed: the affinity's `cores`, cut by a CPU quota.
 
-    A quota of 1.5 keeps one thread running all the time; a second would be stopped half of it.
+    A quota of 1.5 gives 1, because a second thread would be stopped half of the time.
     """
     allowed = len(cores) if quota is None else min(len(cores), math.floor(quota))
     return max(1, allowed)
 
 
 def core_count() -> int:
-    """Usable cores of this process (affinity and control group)."""
+    """Return how many cores this process can use (affinity and control group)."""
     return usable_cores(affinity(), cpu_quota())
 
 
 def cpu_quota_v2(text: str) -> float | None:
-    """Cores granted by the text of `cpu.max`: "150000 100000" is 1.5, "max 100000" is None."""
+    """Return the cores granted by the text of `cpu.max`: "150000 100000" is 1.5, "max 100000" is None."""
     quota, _, period = text.strip().partition(" ")
     return None if quota in ("", "max") else int(quota) / int(period or 100_000)
 
 
 def cpu_quota_v1(quota: str, period: str) -> float | None:
-    """Cores granted by `cpu.cfs_quota_us` and `cpu.cfs_period_us`; a quota of -1 is None."""
+    """Return the cores granted by `cpu.cfs_quota_us` and `cpu.cfs_period_us`; None for a quota of -1."""
     return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
 
 
 def memory_limit(text: str) -> int | None:
-    """Bytes allowed by the text of `memory.max` (v2) or `memory.limit_in_bytes` (v1)."""
+    """Return the bytes allowed by the text of `memory.max` (v2) or `memory.limit_in_bytes` (v1); None: no limit."""
     if text.strip() in ("", "max"):
         return None
     return int(text) if int(text) < UNLIMITED_V1 else None
 
 
 def cpu_quota(root: str | Path = "/") -> float | None:
-    """The tightest CPU quota on the way from this process's control group to the top."""
+    """Return the tightest CPU quota of this process's control group and its parents."""
     found = []
     for group in _groups(Path(root), "cpu"):
         if text := _text(group / "cpu.max"):
@@ -98,15 +98,15 @@ def cpu_quota(root: str | Path = "/") -> float | None:
 
 
 def memory_limit_bytes(root: str | Path = "/") -> int | None:
-    """The tightest memory limit on the way from this process's control group to the top."""
+    """Return the tightest memory limit of this process's control group and its parents."""
     texts = (_text(g / limit) for g in _groups(Path(root), "memory") for limit, *_ in MEMORY_FILES)
     return min((m for t in texts if t and (m := memory_limit(t)) is not None), default=None)
 
 
 def memory_room_bytes(root: str | Path = "/") -> int | None:
-    """Bytes that this process may still take: the least, on the way up, of a limit less what its group uses.
+    """Return the bytes that this process can still allocate: the smallest limit minus use among its control groups.
 
-    Files that the kernel may drop at once (inactive_file) do not count as used.
+    Files that the kernel can drop at once (inactive_file) don't count as used.
     """
     found = []
     for group in _groups(Path(root), "memory"):
@@ -119,10 +119,10 @@ def memory_room_bytes(root: str | Path = "/") -> int | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and its parents, in both layouts.
+    """Yield the folders of this process's control group and its parents, in both layouts.
 
-    /proc/self/cgroup has lines "id:controllers:path"; v2 has one line "0::path". In a container the path
-    can be the host's, while only the top of the tree is mounted: then just the top is found.
+    /proc/self/cgroup has lines "id:controllers:path"; v2 has one line "0::path". In a container, the path can be the
+    host's while only the top of the tree is mounted. Then this yields only the top.
     """
     base = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
@@ -138,7 +138,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _limit(name: str) -> int | None:
-    """Soft limit `name` (resource.RLIMIT_*) of this process; None if unlimited or unknown."""
+    """Return this process's soft limit `name` (resource.RLIMIT_*); None if unlimited or unknown."""
     if sys.platform == "win32":
         return None
     import resource
@@ -148,7 +148,7 @@ def _limit(name: str) -> int | None:
 
 
 def _disk(path: str | Path) -> tuple[int | None, int | None]:
-    """(size, free) in bytes of the file system that holds `path`."""
+    """Return (size, free) in bytes of the file system that holds `path`."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -157,7 +157,7 @@ def _disk(path: str | Path) -> tuple[int | None, int | None]:
 
 
 def container(root: str | Path = "/", folder: str | Path = ".") -> Container:
-    """Limits of this process; free disk is that of `folder`."""
+    """Read the limits of this process, with the free disk space of `folder`."""
     import psutil
 
     cores, quota, limit = affinity(), cpu_quota(root), memory_limit_bytes(root)
@@ -182,15 +182,15 @@ class Core:
     """A physical core of this machine, as far as this process may use it."""
 
     id: int
-    """Its lowest logical CPU on the whole machine: the same for everyone, whatever they may use."""
+    """Its lowest logical CPU on the whole machine, whatever this process may use."""
     cpus: tuple[int, ...]
-    """Those of its logical CPUs (hyper-threads) that may be used, ascending; at least one."""
+    """The logical CPUs (hyper-threads) of it that this process may use, ascending; at least one."""
     node: int
-    """NUMA node: memory of another node is further away."""
+    """NUMA node. Memory of other nodes is slower."""
 
 
 def cores(cpus: Iterable[int], root: str | Path = "/") -> list[Core]:
-    """The physical cores that the logical CPUs `cpus` belong to, by node and number."""
+    """Return the physical cores that the logical CPUs `cpus` belong to, sorted by node and id."""
     top = Path(root) / "sys/devices/system"
     nodes = {cpu: int(p.parent.name[4:]) for p in top.glob("node/node*/cpulist") for cpu in cpu_list(_text(p))}
     members: dict[int, list[int]] = {}
@@ -202,12 +202,12 @@ def cores(cpus: Iterable[int], root: str | Path = "/") -> list[Core]:
 
 def _siblings(top: Path, cpu: int) -> tuple[int, ...]:
     folder = top / f"cpu/cpu{cpu}/topology"
-    # The first name is the one since Linux 5.3.
+    # The first file name is the one since Linux 5.3.
     return cpu_list(_text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list")) or (cpu,)
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """ "0-2,8" as (0, 1, 2, 8), the form of /sys; () for no text."""
+    """Parse /sys's "0-2,8" into (0, 1, 2, 8); () for an empty text."""
     parts = [part.partition("-") for part in text.split(",") if part.strip()]
     return tuple(cpu for low, _, high in parts for cpu in range(int(low), int(high or low) + 1))
 

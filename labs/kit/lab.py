@@ -1,4 +1,4 @@
-"""Finding a lab's module, also after it was edited, and making its Config from a caller's values."""
+"""Find a lab's module, reload it after edits, and make its Config from a caller's values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from labs.kit.record import plain
 
 
 def lab_module(name: str) -> ModuleType:
-    """The module of a lab: "data_parallel" for one in labs/, "my_package.my_lab" for your own. Edits take effect.
+    """Import a lab: "data_parallel" for one in labs/, "my_package.my_lab" for your own. Edits take effect.
 
-    BadInput names the labs there are, or what the module lacks.
+    BadInput lists the labs, or says what the module lacks.
     """
     if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
         raise BadInput(_no_lab(name))
@@ -49,9 +49,9 @@ def _no_lab(name: str) -> str:
 
 
 def experiments(labs: Path = Path(__file__).parents[1]) -> dict[str, Path]:
-    """What can be run as `python -m labs.NAME`: each name, sorted, and the file that describes it.
+    """Return what can be run as `python -m labs.NAME`: each name, sorted, with the file that describes it.
 
-    A folder that can be run has a __main__.py. The larger of that and __init__.py describes it.
+    A package that can be run has a __main__.py. The larger of that and __init__.py describes it.
     """
     files = {p.stem: p for p in labs.glob("[!_]*.py")}
     for main in labs.glob("*/__main__.py"):
@@ -61,24 +61,24 @@ def experiments(labs: Path = Path(__file__).parents[1]) -> dict[str, Path]:
 
 
 def short_name(full: str) -> str:
-    """A lab's name in records and messages, and for `launch`: without "labs." for a module of labs/ itself."""
+    """Return a lab's name for records, messages and `launch`: without "labs." for a module in labs/ itself."""
     package, _, name = full.rpartition(".")
     return name if package == "labs" else full
 
 
-_times_ns: dict[str, int] = {}  # of each module's file, as it was when a launch last looked
-_START_NS = time.time_ns()  # a file that nobody has looked at and that changed after this may be newer than its module
+_times_ns: dict[str, int] = {}  # each module's file time when a launch last checked
+_START_NS = time.time_ns()  # a file not checked before, but changed after this, may be newer than its loaded module
 
 
 def _fresh(full: str) -> ModuleType:
-    """Import a module; again, together with the labs' shared modules, if their files were edited meanwhile.
+    """Import a module; reload it, and the modules of labs it may use, if their files were edited.
 
-    Not labs.kit: ranks are forked from a process that has loaded it, so its edits need a new kernel.
+    labs.kit isn't reloaded. Ranks are forked from a process that has loaded it, so edits there need a new kernel.
     """
     edited = [n for n in sorted(sys.modules) if _is_lab_code(n) and n != full and _is_edited(sys.modules[n])]
     known = sys.modules.get(full)
     reloaded = [*edited, full] if known is not None and (edited or _is_edited(known)) else edited
-    _times_ns.update((name, _time_ns(sys.modules[name])) for name in reloaded)  # before it is read: not to miss an edit
+    _times_ns.update((name, _time_ns(sys.modules[name])) for name in reloaded)  # before reading, so no edit is missed
     for name in reloaded:
         importlib.reload(sys.modules[name])
     lab = importlib.import_module(full)
@@ -92,13 +92,13 @@ def _is_lab_code(name: str) -> bool:
 
 
 def _is_edited(module: ModuleType) -> bool:
-    """Another time than when it was last looked at, not a later one: a file server's clock may be behind or ahead."""
+    """Return whether the file time differs from the last check. Earlier counts: a file server's clock may be off."""
     now, before = _time_ns(module), _times_ns.get(module.__name__)
     return now > _START_NS if before is None else now != before
 
 
 def _time_ns(module: ModuleType) -> int:
-    """When the module's file was changed; 0 for a namespace package, or if the file is gone."""
+    """Return when the module's file changed; 0 for a namespace package, or if the file is gone."""
     try:
         return os.stat(module.__file__).st_mtime_ns
     except (OSError, TypeError):
@@ -106,9 +106,10 @@ def _time_ns(module: ModuleType) -> int:
 
 
 def require_findable(name: str, what: str) -> None:
-    """BadInput unless there is such a `name`, "package.module:factory". Its module is read, not run, in no time.
+    """Raise BadInput unless `name`, "package.module:factory", exists. Reads its module without running it, so it's
+    fast.
 
-    What cannot be told by reading, such as a name that is imported with *, is left to `imported`.
+    Cases that need running, such as a name imported with *, are left to `imported`.
     """
     module, _, attribute = name.partition(":")
     require(bool(module and attribute), f"{what} {name!r} must be package.module:factory")
@@ -116,12 +117,12 @@ def require_findable(name: str, what: str) -> None:
         return
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as e:  # of a package around it
+    except (ImportError, ValueError) as e:  # from a parent package
         raise BadInput(f"{what} {name!r} cannot be imported: {e}") from None
     require(spec is not None, f"{what} {name!r} cannot be imported: No module named {module!r}")
     try:
         tree = ast.parse(Path(spec.origin or "").read_bytes())
-    except (OSError, SyntaxError, ValueError):  # no file of source, or a broken one
+    except (OSError, SyntaxError, ValueError):  # no source file, or a broken one
         return
     defined = set(_names(tree))
     told = bool({"*", "__getattr__", "globals", "setattr"} & defined) or attribute in defined
@@ -129,7 +130,7 @@ def require_findable(name: str, what: str) -> None:
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Every name that occurs in a module's source."""
+    """Yield every name in a module's source."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -142,11 +143,11 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 CELL = "cell"
 cell_functions: dict[str, Any] = {}
-"""Functions and classes that a notebook's cell passes to `launch`, by name: the value "cell:mlp" of a Config is one."""
+"""Functions and classes that a notebook cell passes to `launch`, by name. A Config refers to one as "cell:mlp"."""
 
 
 def named_functions(parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`parameters` with a name such as "cell:mlp" for each function or class in it; and these, by name."""
+    """Return `parameters` with each function or class replaced by a name such as "cell:mlp", and these by name."""
     functions = {value.__name__: value for value in parameters.values() if callable(value)}
     named = {key: f"{CELL}:{value.__name__}" if callable(value) else value for key, value in parameters.items()}
     cell_functions.update(functions)
@@ -154,7 +155,7 @@ def named_functions(parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def imported(name: str, what: str) -> Any:
-    """What `name`, "package.module:factory" or "cell:function", refers to. BadInput in one line names `what` it is."""
+    """Return what `name`, "package.module:factory" or "cell:function", refers to. BadInput says `what` it is for."""
     module, _, attribute = name.partition(":")
     if module == CELL and attribute in cell_functions:
         return cell_functions[attribute]
@@ -166,12 +167,12 @@ def imported(name: str, what: str) -> Any:
 
 
 def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
-    """`lab.Config(**values)`, with names and types checked. BadInput names the parameter and the fix."""
+    """Return `lab.Config(**values)` after checking names and types. BadInput names the parameter and the fix."""
     import typeguard
 
     name = short_name(lab.__name__)
     hints = typing.get_type_hints(lab.Config)
-    every_item = typeguard.CollectionCheckStrategy.ALL_ITEMS  # by itself it looks at the first one alone
+    every_item = typeguard.CollectionCheckStrategy.ALL_ITEMS  # by default, typeguard checks only the first
     for key, value in values.items():
         if key not in hints:
             hint = did_you_mean(key, hints)
@@ -187,11 +188,11 @@ def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
 
 
 CANNOT_BE_JUDGED = (ArithmeticError, OSError, ValueError)
-"""What a Config's own checks may meet: a number too large to compute with, a name that no file can have."""
+"""Exceptions from a Config's own checks: a number too large to compute with, an impossible file name."""
 
 
 def recordable(config: Any) -> Any:
-    """`config` itself. BadInput if a value is outside its limits or cannot be written into a record (inf)."""
+    """Return `config`. Raises BadInput if a value is outside its limits or can't be written to a record (inf)."""
     require_limits(config)
     for name, value in dataclasses.asdict(config).items():
         try:
@@ -203,9 +204,9 @@ def recordable(config: Any) -> Any:
 
 
 def require_limits(config: Any) -> None:
-    """BadInput for the first value outside the limits that its annotation declares: `Annotated[int, Ge(1)]`.
+    """Raise BadInput for the first value outside the limits of its annotation, such as `Annotated[int, Ge(1)]`.
 
-    The limits are those of the package annotated_types: Ge, Gt, Le, Lt.
+    Limits are annotated_types' Ge, Gt, Le and Lt.
     """
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
@@ -224,17 +225,17 @@ LIMITS = {
 
 
 def cannot_be_judged(error: Exception, names: Iterable[str]) -> BadInput:
-    """BadInput for an error that a Config raised when it was given these parameters."""
+    """Turn an error that a Config raised for these parameters into a BadInput."""
     if isinstance(error, BadInput):
         return error
     return BadInput(f"{', '.join(names)}: {getattr(error, 'strerror', None) or error}")
 
 
 def for_smoke(lab: ModuleType, config: Any) -> Any:
-    """`config`; where it asks for a smoke run, with the values of `lab.SMOKE` for what was left at its default.
+    """Return `config`; for a smoke run, with the values of `lab.SMOKE` in place of defaults.
 
-    A smoke run from a shell is to end soon: it takes fewer models, sizes or parts. One from a notebook is not changed,
-    since its facts must be those that the notebook shows.
+    This shortens smoke runs from a shell: fewer models, sizes or parts. Those from a notebook stay unchanged, because
+    they must produce what the notebook shows.
     """
     if not getattr(config, "smoke", False):
         return config
@@ -244,7 +245,7 @@ def for_smoke(lab: ModuleType, config: Any) -> Any:
 
 
 def check_layout(lab: ModuleType, config: Any, world_size: int) -> None:
-    """Let a lab that has a `check_layout(config, world_size)` refuse this many ranks, before any work. BadInput."""
+    """Let a lab's `check_layout(config, world_size)`, if it has one, reject this many ranks with BadInput."""
     if check := getattr(lab, "check_layout", None):
         check(config, world_size)
 

@@ -1,15 +1,15 @@
 """Start a lab on n ranks from a notebook or a shell, watch it, collect its records, leave no process behind.
 
-Ranks are started by PyTorch's elastic agent, as torchrun does it, from a fork server that has torch loaded:
-the first launch waits for one `import torch`, later ones take a few tenths of a second.
+PyTorch's elastic agent starts the ranks, as under torchrun, from a fork server that has torch loaded. The first launch
+waits for one `import torch`; later ones take a few tenths of a second.
 
-From top to bottom: what a caller uses (`launch`, `run_on_ranks`), the loop that watches one run (`Job`), the agent in
-its thread, and how the ranks of one machine find each other.
+In order: the public functions (`launch`, `run_on_ranks`), the loop that watches one run (`Job`), the agent's thread,
+and the rendezvous of ranks on one machine.
 """
 
 from __future__ import annotations
 
-from labs.kit.fork_server import signals_held, start_fork_server  # before torch: this process and the server load it
+from labs.kit.fork_server import signals_held, start_fork_server  # first: the server imports torch while we do
 
 # isort: split
 import copyreg
@@ -53,7 +53,7 @@ __all__ = ["RankFailed", "RankTimeout", "Run", "launch", "run_on_ranks"]
 
 
 class Run(record.Records):
-    """The records of one launch, with the monitor's trace and what the ranks printed."""
+    """The records of one launch, the monitor's trace and what the ranks printed."""
 
     def __init__(self, records: list[record.Record], trace: Trace | None, seconds: float, printed: str = "") -> None:
         super().__init__(records)
@@ -72,11 +72,11 @@ def launch(
 ) -> Run:
     """Run `lab` on `nproc` ranks with the given parameters of its Config, and return its records.
 
-    `lab` is the name of a module in labs/, or "package.module" for one of your own. A parameter may be a function or
-    class of a notebook's cell. What ranks print is shown when they are done, each line with its rank.
-    Raises BadInput before anything starts, RankFailed with the first failing rank's traceback, RankTimeout
-    after `timeout_s` seconds. Whatever happens, also an interrupt, no process of the run survives it.
-    With COURSE_ROOM set, the records are kept there, too; with COURSE_SMOKE=1, every launch is a smoke run.
+    `lab` is the name of a module in labs/, or "package.module" for your own. A parameter may be a function or class
+    from a notebook cell. After the run, shows what ranks printed, each line with its rank. Raises BadInput before
+    anything starts, RankFailed with the first failing rank's traceback, or RankTimeout after `timeout_s` seconds. No
+    process survives the run, even after an interrupt. With COURSE_ROOM set, also saves the records there; with
+    COURSE_SMOKE=1, every launch is a smoke run.
     """
     module = lab_module(lab)
     parameters, functions = named_functions(parameters)
@@ -101,20 +101,20 @@ def run_on_ranks(
     timeout_s: float = timeouts.FUNCTION_S,
     device: str = "cpu",
 ) -> list[Any]:
-    """Call `function(*args)` on `nproc` ranks with a process group, and return what each returned, in rank order.
+    """Call `function(*args)` on `nproc` ranks in a process group; return their results in rank order.
 
-    The function may be defined in a notebook cell. With `device="auto"` each rank has a GPU of its own if there are
-    enough, otherwise a CPU core, and CUDA shows it no GPU. Ranks share cores if there are too few: for correctness
-    only, never for timing. Raises as `launch` does.
+    The function may be defined in a notebook cell. With `device="auto"`, each rank gets its own GPU if there are
+    enough; otherwise a CPU core, and it sees no GPU. If there are too few cores, ranks share them: right for
+    correctness, never for timing. Raises as `launch` does.
     """
     return _run(Job(RunFunction(function, args), place(nproc, device, True), timeout_s, View()))
 
 
 def _smoke_if_asked(module: ModuleType, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters, with smoke=True where COURSE_SMOKE=1, the lab has that field and the caller does not fill it.
+    """Add smoke=True to the parameters if COURSE_SMOKE=1, the lab has that field and the caller doesn't set it.
 
-    So a test runs whole notebooks, as they are, in a fraction of their time. Labs with WHOLE_IN_NOTEBOOKS = True, of
-    which a smoke run would lack facts that the notebook shows, run as ever.
+    So a test runs unchanged notebooks in a fraction of their time. Labs with WHOLE_IN_NOTEBOOKS = True run in full,
+    because a smoke run would lack something that the notebook shows.
     """
     fields = {f.name for f in dataclasses.fields(module.Config)}
     asked = os.environ.get("COURSE_SMOKE") == "1" and not getattr(module, "WHOLE_IN_NOTEBOOKS", False)
@@ -130,15 +130,15 @@ def _run(job: Job) -> list[Any]:
 
 for _name, _module in list(sys.modules.items()):
     if _name.startswith("torch.backends") and type(_module) is not ModuleType:
-        # A module of a class of its own, which pickle can't take by itself: a cell's function may use its switches.
+        # Its class isn't ModuleType, so pickle needs help. A cell's function may use its switches.
         copyreg.pickle(type(_module), lambda module: (importlib.import_module, (module.__name__,)))
 
 POLL_S = 0.02
-ONE_AT_A_TIME = threading.Lock()  # two runs of one kernel would share cores and spoil each other's timings
+ONE_AT_A_TIME = threading.Lock()  # two runs in one kernel would share cores and disturb each other's timings
 
 
 class Job:
-    """One run of `body(rank)`, a picklable callable, on a rank for each device in `placement`."""
+    """One run of `body(rank)`, a picklable callable, with one rank per device in `placement`."""
 
     def __init__(self, body: Callable, placement: list, timeout_s: float, view: View) -> None:
         self.body, self.placement, self.timeout_s, self.view = cloudpickle.dumps(body), placement, timeout_s, view
@@ -147,7 +147,7 @@ class Job:
         self.results: list[Any] = []
 
     def run(self) -> list[Any]:
-        """What `body` returned, by rank; raises RankFailed or RankTimeout. Leaves no process, port or file behind."""
+        """Return what `body` returned, by rank. Raises RankFailed or RankTimeout. Leaves no process, port or file."""
         with signals_held() as self.noted:
             server = start_fork_server()
             server.wait_until_warm(self._check)
@@ -183,7 +183,7 @@ class Job:
                 self._poll_until(start + self.timeout_s)
             finally:
                 self.seconds = time.monotonic() - start
-                self.view.read()  # how far it came, while that can still be read
+                self.view.read()  # the last progress, while the file exists
         self.trace = monitor.trace
         results = [self.watch.folder / f"result-{rank}" for rank in range(len(self.placement))]
         if self.agent.failed or not all(r.exists() for r in results):
@@ -198,10 +198,10 @@ class Job:
                 raise self.watch.timeout(self.timeout_s, len(self.placement))
             self.view.refresh()
             if self.watch.is_lost():
-                self.watch.kill()  # the agent sees it at once, and ends
+                self.watch.kill()  # the agent notices at once, and ends
 
     def _end(self) -> None:
-        """Kill what is left, remove the folder, wait for the agent, which then has nothing left to do."""
+        """Kill what is left, remove the folder, and wait for the agent to end."""
         self.printed = self.watch.output()
         supervise.clear(self.watch.folder)
         if hasattr(self, "agent"):
@@ -209,7 +209,8 @@ class Job:
 
 
 class Agent(threading.Thread):
-    """`elastic_launch` in a thread: it blocks, and in the main thread it would replace the kernel's signal handlers."""
+    """`elastic_launch` in a thread, because it blocks; in the main thread it would replace the kernel's signal
+    handlers."""
 
     def __init__(self, body: bytes, placement: list[Device], folder: Path, timeout_s: float) -> None:
         super().__init__(name="elastic-agent", daemon=True)
@@ -221,7 +222,7 @@ class Agent(threading.Thread):
         self.error = ""
 
     def run(self) -> None:
-        """Start the ranks and wait until all are done or one has failed."""
+        """Start the ranks and wait until all are done or one fails."""
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -240,15 +241,15 @@ class Agent(threading.Thread):
                 elastic_launch(config, as_rank)(*self.arguments)
         except ChildFailedError as e:
             self.failed, self.exit_codes = True, {rank: f.exitcode for rank, f in e.failures.items()}
-        except BaseException as e:  # its text only: its frames would keep the rendezvous' port open
+        except BaseException as e:  # keep only its text: its frames would keep the rendezvous port open
             self.failed, self.error = True, f"{type(e).__name__}: {e}"
 
 
 class NoLogs(LogsSpecs):
-    """The agent redirects nothing: ranks do it themselves, also on macOS, where it cannot."""
+    """Redirects nothing. Ranks redirect their own output, even on macOS, where the agent can't."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Empty names for all ranks."""
+        """Return empty names for all ranks."""
         none = dict.fromkeys(envs, "")
         for env in envs.values():
             env["TORCHELASTIC_ERROR_FILE"] = ""
@@ -256,7 +257,7 @@ class NoLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """None is used."""
+        """Return "", as no folder is used."""
         return ""
 
 
@@ -265,10 +266,9 @@ ADDRESS = "127.0.0.1"
 
 
 class OneMachine(RendezvousHandler):
-    """A store in the launching process, on a port the system chooses; complete at once, since there is one agent.
+    """A rendezvous for one agent: a store in the launching process, on a free port, complete at once.
 
-    The elastic agent's own "c10d" rendezvous serves many machines and begins with a random pause of up to 0.3 s, so
-    that they do not all start at once.
+    torch's "c10d" rendezvous serves many machines, so it starts with a random pause of up to 0.3 s.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -287,31 +287,31 @@ class OneMachine(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks connect to this store, too, instead of making one of their own."""
+        """Make ranks connect to this store instead of creating one."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Store, rank and number of agents, and where ranks find the store."""
+        """Return the store, the agent's rank, the number of agents, and the store's address."""
         where = RendezvousStoreInfo(ADDRESS, self.port)
         return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, where)
 
     def get_backend(self) -> str:
-        """The name under which this class is registered."""
+        """Return the name under which this class is registered."""
         return RENDEZVOUS
 
     def get_run_id(self) -> str:
-        """As given by the launcher."""
+        """Return the launcher's run id."""
         return self.run_id
 
     def is_closed(self) -> bool:
-        """Never: there is one rendezvous per run, without restarts."""
+        """Return False: there is one rendezvous per run, without restarts."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else would have to hear of it."""
+        """Do nothing, since there is no other agent."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody waits to join."""
+        """Return 0, since no other agent can join."""
         return 0
 
     def shutdown(self) -> bool:

@@ -1,7 +1,7 @@
-"""Timing that can be trusted: synchronised, warmed up, every sample kept, an interval on every number.
+"""Timing you can trust: synchronised, warmed up, with every sample kept and an interval on every number.
 
-Comparisons take A and B in turn in one run, A B or B A by lot, and look at the ratio pair by pair, so that a slow
-spell of the machine hits both sides alike.
+Comparisons interleave A and B in one run, in random order, and take the ratio pair by pair, so a slow phase of the
+machine affects both equally.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from labs.kit.errors import require
 
 T = TypeVar("T")
 LEVEL = 0.95
-PREFIXED = {"s": 1e-9, "B": 1.0, "FLOP": 1.0, "B/s": 1.0, "FLOP/s": 1.0}  # units that take a prefix, from which size
+PREFIXED = {"s": 1e-9, "B": 1.0, "FLOP": 1.0, "B/s": 1.0, "FLOP/s": 1.0}  # smallest size that takes an SI prefix
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
 def sync(device: torch.device) -> None:
-    """Wait until `device` has finished its queue. Without this a clock times the launch of work, not the work."""
+    """Wait until `device` has finished its queue. Without this, a clock times the launch of work, not the work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def time_steps(step: Callable[[], object], n: int, device: torch.device) -> list[float]:
-    """Seconds of each of `n` calls of `step`, the device synchronised before every clock read."""
+    """Return the seconds of each of `n` calls of `step`, with the device synchronised before each clock read."""
     seconds = []
     for _ in range(n):
         sync(device)
@@ -46,18 +46,18 @@ def time_steps(step: Callable[[], object], n: int, device: torch.device) -> list
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The calls before the measurement: seconds of each, and whether they had become steady by the last."""
+    """The calls before a measurement: seconds of each, and whether they were steady by the last."""
 
     seconds: tuple[float, ...]
     settled: bool
 
     @property
     def steps(self) -> int:
-        """How many calls it took."""
+        """Number of calls."""
         return len(self.seconds)
 
     def __str__(self) -> str:
-        """For example "steady after 18 steps"; otherwise by how much the later half still differs."""
+        """Return "steady after 18 steps", or by how much the second half differs from the first."""
         if self.settled:
             return f"steady after {self.steps} steps"
         half = max(1, self.steps // 2)
@@ -75,10 +75,10 @@ def warm_up(
     max_steps: int = 40,
     agree: Callable[[bool], bool] = bool,
 ) -> WarmUp:
-    """Call `step` until `steady_from` finds a steady part that reaches to the last call, or `max_steps` times.
+    """Call `step` until `steady_from` finds a steady part at the end, or `max_steps` times.
 
-    With several ranks all must stop at the same step, or a collective waits for ever: `agree` turns this
-    rank's opinion into everyone's (`rank.agree`).
+    All ranks must stop at the same step, or a collective waits forever. `agree` turns this rank's result into
+    everyone's (`rank.agree`).
     """
     seconds: list[float] = []
     settled = False
@@ -90,13 +90,13 @@ def warm_up(
 
 
 def steady_from(seconds: Sequence[float], window: int = 6, tolerance: float = 0.1) -> int | None:
-    """Index of the step from which `seconds` is steady to its end; None if it is not, or for too few steps to tell.
+    """Return the index from which `seconds` is steady to its end; None if it isn't, or for too few steps to say.
 
-    The level is the median of the last third, of 2 windows at least. From a steady step on, every median of
-    `window` steps in a row is within `tolerance` of that level, and the trace does not drift by more than
-    `tolerance` on its way to the end. Where steps scatter more than that, 1.5 times the usual jump from one step
-    to the next counts as level too. Medians make it deaf to outliers, up to 2 of 6 steps in a row. Meant for a
-    warm-up of up to some 200 steps: its time grows with the third power.
+    The level is the median of the last third, or of the last 2 windows if that is more. From the returned step, every
+    median of `window` consecutive steps is within `tolerance` of the level, and the total drift is at most `tolerance`.
+    If steps vary more, up to 1.5 times the median change between neighbours also counts as level. Medians tolerate up
+    to 2 outliers in 6 steps. Time grows with the third power of the length: use it for warm-ups of up to about 200
+    steps.
     """
     need = max(2 * window, len(seconds) // 3)
     if len(seconds) < need:
@@ -107,23 +107,23 @@ def steady_from(seconds: Sequence[float], window: int = 6, tolerance: float = 0.
     starts = range(len(seconds) - window + 1)
     off = [i for i in starts if abs(statistics.median(seconds[i : i + window]) - level) > band]
     start = off[-1] + 1 if off else 0
-    # The first window that is level may still begin with up to 2 steps that are not.
+    # The first window that is level may still start with up to 2 steps that aren't.
     start += next((i for i, s in enumerate(seconds[start : start + window]) if abs(s - level) <= band), 0)
     rest = range(start, len(seconds) - need + 1, window)
     return next((i for i in rest if abs(_drift(seconds[i:])) <= tolerance * level), None)
 
 
 def _drift(seconds: Sequence[float]) -> float:
-    """By how much `seconds` rises from end to end, along its Theil-Sen slope: the median of the slopes of all pairs."""
+    """Return the rise of `seconds` from end to end by its Theil-Sen slope, the median slope of all pairs."""
     pairs = itertools.combinations(enumerate(seconds), 2)
     return len(seconds) * statistics.median((b - a) / (j - i) for (i, a), (j, b) in pairs)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % interval, in `unit`; `n` is how many samples.
+    """A value with its 95 % interval, in `unit`, from `n` samples.
 
-    The method makes intervals that contain the true median in 95 % of runs. It assumes that samples are independent.
+    The interval contains the true median in 95 % of runs, if samples are independent.
     """
 
     value: float
@@ -133,7 +133,7 @@ class Estimate:
     unit: str = ""
 
     def __str__(self) -> str:
-        """For example "12.3 ms [12.1, 12.9]", "1.76 x [1.70, 1.81]" or "3.1e-08 [2.9e-08, 3.4e-08]"."""
+        """Return for example "12.3 ms [12.1, 12.9]", "1.76 x [1.70, 1.81]" or "3.1e-08 [2.9e-08, 3.4e-08]"."""
         numbers = (self.value, self.low, self.high)
         size = max((abs(x) for x in numbers if math.isfinite(x)), default=0.0)
         scale, prefix = _prefix(size, self.unit)
@@ -143,13 +143,13 @@ class Estimate:
         return f"{value}{unit} [{low}, {high}]"
 
     def scaled(self, factor: float, unit: str | None = None) -> Estimate:
-        """All three numbers times `factor` > 0."""
+        """Return the estimate with all three numbers times `factor` > 0."""
         unit = self.unit if unit is None else unit
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.n, unit)
 
 
 def _prefix(size: float, unit: str) -> tuple[float, str]:
-    """SI prefix for base units; shares, ratios and counts keep their unit, and there are no milli-bytes."""
+    """Return (scale, SI prefix) for base units. Shares, ratios and counts take none; bytes no prefix below 1."""
     smallest = PREFIXED.get(unit, 1.0)
     if unit not in PREFIXED or size < smallest:
         return 1.0, ""
@@ -157,7 +157,7 @@ def _prefix(size: float, unit: str) -> tuple[float, str]:
 
 
 def _text(x: float, size: float) -> str:
-    """`x` with as many decimals as `size` needs for 3 digits; powers of ten outside of 0.001 to a million."""
+    """Format `x` with the decimals that `size` needs for 3 digits, or with an exponent outside 0.001 to a million."""
     if size and not 1e-3 <= size < 1e6:
         return f"{x:.1e}"
     decimals = 2 - math.floor(math.log10(size)) if size else 0
@@ -165,19 +165,19 @@ def _text(x: float, size: float) -> str:
 
 
 def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL, resamples: int = 9999) -> Estimate:
-    """Median of `samples` with its percentile bootstrap interval, expanded for few samples; the seed is fixed.
+    """Return the median of `samples` with its bootstrap interval, which contains the true median in `level` of runs.
 
-    A method whose intervals contain the true median in `level` of all runs. Samples are assumed independent: where
-    each resembles the one before, as in a slow spell of the machine, the interval is too narrow.
+    Samples must be independent. If neighbours resemble each other, as in a slow phase of the machine, the interval is
+    too narrow.
 
-    A plain percentile interval is too narrow for few samples: of ratios of noisy times it missed the true median
-    in 12 % of all cases with 7 samples, in 8 % with 8, in 6 % with 20, not in 5. The percentiles are therefore moved
-    outwards as Student's t is wider than the normal (Hesterberg 2015, "What teachers should know about the
-    bootstrap", arXiv:1411.5279), which makes that 3, 3 and 4 % (simulated, 3,000 times each).
+    A plain percentile interval is too narrow for few samples. For ratios of noisy times, it missed the true median in
+    12 % of cases with 7 samples, 8 % with 8 and 6 % with 20, instead of 5. So we expand the percentiles by the ratio of
+    Student's t to the normal distribution (Hesterberg 2015, "What teachers should know about the bootstrap",
+    arXiv:1411.5279). That gives 3, 3 and 4 % (simulated, 3,000 times each).
 
-    With fewer than 2 different samples the interval is the point itself. Take at least 6: no interval reaches
-    beyond the extremes, which hold the true median with probability 1 - 2^(1-n), 75 % for 3 samples, 94 % for 5.
-    Fewer `resamples` (999) are enough where thousands of intervals are counted. ValueError without samples.
+    With fewer than 2 different samples, the interval is the point itself. Take at least 6: no interval reaches beyond
+    the extremes, which contain the true median with probability 1 - 2^(1-n), 75 % for 3 samples, 94 % for 5. Fewer
+    `resamples` (999) are enough for counting thousands of intervals. The seed is fixed. ValueError without samples.
     """
     if not len(samples):
         raise ValueError("an estimate needs at least one sample")
@@ -191,20 +191,20 @@ def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL, 
         (samples,),
         np.median,
         n_resamples=resamples if n <= 1000 else min(resamples, 999),
-        batch=max(1, 2_000_000 // n),  # some 16 MB at a time
+        batch=max(1, 2_000_000 // n),  # about 16 MB at a time
         confidence_level=_expanded(level, n),
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    low = min(max(drawn.low, min(samples)), median)  # interpolation between equal numbers may leave the last digit
+    low = min(max(drawn.low, min(samples)), median)  # interpolating between equal numbers can change the last digit
     high = max(min(drawn.high, max(samples)), median)
     return Estimate(median, float(low), float(high), n, unit)
 
 
 def mean(samples: Sequence[float], unit: str = "") -> Estimate:
-    """Mean of `samples`, which is what a long training pays, with its 95 % interval by Student's t: n may be small.
+    """Return the mean of `samples`, which is what a long training run costs, with its 95 % interval by Student's t.
 
-    With one sample the interval is the point itself. Samples are assumed independent. ValueError without samples.
+    With one sample, the interval is the point itself. Samples must be independent. ValueError without samples.
     """
     from scipy.special import stdtrit
 
@@ -217,17 +217,17 @@ def mean(samples: Sequence[float], unit: str = "") -> Estimate:
 
 
 def _expanded(level: float, n: int) -> float:
-    """The level at which a percentile bootstrap interval of `n` samples covers about `level`."""
+    """Return the level at which a percentile bootstrap interval of `n` samples covers about `level`."""
     from scipy.special import ndtr, stdtrit
 
     return float(1 - 2 * ndtr(math.sqrt(n / (n - 1)) * stdtrit(n - 1, (1 - level) / 2)))
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], unit: str = "x", *, resamples: int = 9999) -> Estimate:
-    """Median of a[i] / b[i] with its interval. Pairs must have been taken in the same round, side by side in time.
+    """Return the median of a[i] / b[i] with its interval. Each pair must come from the same round, close in time.
 
-    A mean of ratios would favour one side: 2 and 1/2 average to 1.25. A median does not: swapping a and b inverts it.
-    ValueError if the numbers of samples differ or a b[i] is 0.
+    A mean of ratios would favour one side, since 2 and 1/2 average to 1.25. With a median, swapping a and b inverts the
+    result. ValueError if the numbers of samples differ or a b[i] is 0.
     """
     if not all(b):
         raise ValueError("a ratio needs denominators other than 0")
@@ -235,7 +235,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], unit: str = "x", *, res
 
 
 def proportion(count: int, n: int) -> Estimate:
-    """`count` of `n` as a share, with its 95 % Wilson interval, which holds near 0 and 1, too. ValueError for n = 0."""
+    """Return `count` of `n` as a share with its 95 % Wilson interval, valid even near 0 and 1. ValueError for n = 0."""
     if not n:
         raise ValueError("a share needs at least one case")
     from scipy.stats import binomtest
@@ -245,65 +245,65 @@ def proportion(count: int, n: int) -> Estimate:
 
 
 def total_rate(seconds: Sequence[Sequence[float]], items: float) -> list[float]:
-    """Items per second of all ranks together, block by block. `seconds`: [rank][block], of `items` on each rank.
+    """Return all ranks' items per second, block by block. `seconds` is [rank][block], with `items` per rank and block.
 
-    For ranks that run freely: each one's own time counts, and nobody's block is stretched to that of the slowest.
+    For free-running ranks: each rank's own time counts, and no block is stretched to the slowest rank's.
     """
     return [sum(items / s for s in block) for block in zip(*seconds, strict=True)]
 
 
 def differs(ratio: Estimate, null: float = 1.0) -> bool:
-    """Whether the interval of `ratio` leaves out `null`."""
+    """Return whether the interval of `ratio` excludes `null`."""
     return not ratio.low <= null <= ratio.high
 
 
 def direction(ratio: Estimate) -> str:
-    """Whether a ratio of rates is "faster", "slower" or "inconclusive": then its interval holds 1."""
+    """Return "faster" or "slower" for a ratio of rates, or "inconclusive" if its interval contains 1."""
     return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "inconclusive"
 
 
 def verdict(ratio: Estimate, what: str) -> str:
-    """One sentence on a ratio: by how much `what` differs, or that this run cannot show a difference."""
+    """Return one sentence: by how much `what` differs, or that this run shows no difference."""
     if not differs(ratio):
         return f"{what}: no difference that this run can show ({ratio})"
     return f"{what}: {ratio}"
 
 
 def fewest(level: float = LEVEL) -> int:
-    """Least number of samples that support an interval at `level`: 6 at 95 %.
+    """Return the smallest number of samples that supports an interval at `level`: 6 at 95 %.
 
-    No interval of the median reaches beyond the extremes of n samples, and these hold the true median with probability
-    1 - 2^(1-n) (see `estimate`).
+    No interval of the median reaches beyond the extremes, which contain the true median with probability 1 - 2^(1-n)
+    (see `estimate`).
     """
     return 1 + math.ceil(-math.log2(1 - level))
 
 
 LEAST_ROUNDS, MOST_ROUNDS = fewest(), 60
-"""Within a budget. Beyond 60 an interval hardly narrows: four times as many rounds halve it."""
+"""Limits for a Budget. Beyond 60 rounds an interval hardly narrows: halving it takes four times as many."""
 
 
 def rounds_within(seconds: float, round_s: float, least: int = LEAST_ROUNDS, most: int = MOST_ROUNDS) -> int:
-    """How many rounds of `round_s` seconds fit into `seconds`; at least `least`, whatever they take, at most `most`."""
+    """Return how many rounds of `round_s` seconds fit into `seconds`, between `least` (even if too long) and `most`."""
     return max(least, math.floor(min(most, seconds / round_s if round_s > 0 else math.inf)))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """As many rounds as fit into `seconds`, the same number on every rank: for `interleave`, in place of a number.
+    """As many rounds as fit into `seconds`, the same on every rank; pass it to `interleave` instead of a number.
 
-    A slower machine takes fewer rounds and has wider intervals, but never fewer than `least`, which its intervals need.
+    A slower machine takes fewer rounds and gets wider intervals, but at least `least`, which its intervals need.
     """
 
     seconds: float
     slowest: Callable[[Sequence[float]], Sequence[float]] = list
-    """`rank.slowest` where several ranks take the rounds together: the slowest one's clock counts. A collective."""
+    """Pass `rank.slowest`, a collective, if several ranks take the rounds together: the slowest rank's clock counts."""
     least: int = LEAST_ROUNDS
     most: int = MOST_ROUNDS
 
     def total(self, done: int, elapsed_s: float) -> int:
-        """How many rounds there will be, after `done` of them took `elapsed_s` on this rank; the same on all ranks.
+        """Return the expected total of rounds, after `done` took `elapsed_s` on this rank; the same on all ranks.
 
-        All ranks must call it together. Before `least` are done it only guesses, and nobody waits for anybody.
+        All ranks must call it together. Before `least` rounds are done, it is a local estimate without communication.
         """
         if done >= self.least:
             [elapsed_s] = self.slowest([elapsed_s])
@@ -311,7 +311,7 @@ class Budget:
 
 
 def require_budget(seconds: float, rounds: int | None, least: int = 1) -> None:
-    """BadInput unless `seconds` can be a `Budget`'s and `rounds`, where given, are at least `least`."""
+    """Raise BadInput unless `seconds` is valid for a `Budget` and `rounds`, if given, is at least `least`."""
     require(0 < seconds < math.inf, f"seconds must be a positive number, not {seconds}")
     why = ": one sample has no interval" if least == 2 else ""
     require(rounds is None or rounds >= least, f"rounds must be at least {least}, not {rounds}{why}")
@@ -320,7 +320,7 @@ def require_budget(seconds: float, rounds: int | None, least: int = 1) -> None:
 def rounds_of(
     config: Any, slowest: Callable[[Sequence[float]], Sequence[float]] = list, part: float = 1.0
 ) -> int | Budget:
-    """What `interleave` takes: 2 in a smoke run, `config.rounds` if given, otherwise what fits into `config.seconds`.
+    """Return rounds for `interleave`: 2 in a smoke run, `config.rounds` if set, otherwise a Budget of `config.seconds`.
 
     Each of several measurements takes its `part` of the seconds.
     """
@@ -328,7 +328,7 @@ def rounds_of(
 
 
 def within(items: Iterable[T], rounds: int | Budget) -> Iterator[T]:
-    """As many of `items` as there are `rounds`; the time of a Budget is what they take to be made and used."""
+    """Yield items until `rounds` are done. A Budget's time includes making and using them."""
     begun = time.perf_counter()
     for done, item in enumerate(items, start=1):
         yield item
@@ -346,14 +346,14 @@ def interleave(
     on_round: Callable[[int, int], object] = lambda done, total: None,
     seed: int | None = 0,
 ) -> dict[Any, list[float]]:
-    """Seconds per call of each step, timed as blocks of `inner` calls, in turn: `{name: [one per round]}`.
+    """Time each step in interleaved blocks of `inner` calls; return {name: [seconds per call, one per round]}.
 
-    Every round has each step once, in the order that `orders(..., seed)` draws, the same on all ranks; with `seed`
-    None in the order given. `between` runs before every block, outside the clock: a barrier, when ranks must start
-    together. `on_round(done, total)` is told the number of rounds; with a Budget the total is an estimate till the end.
+    Every round runs each step once, in the order of `orders(..., seed)`, which is the same on all ranks; `seed` None
+    keeps the given order. `between` runs before each block, untimed: a barrier, if ranks must start together.
+    `on_round(done, total)` reports progress; with a Budget, the total is an estimate until the end.
 
-    A Budget ends after a whole round; with 2 or 3 steps, or as many as its least number is a multiple of, after rounds
-    in which each step had each place equally often.
+    A Budget ends after a whole round. If the number of steps divides its `least` and `most`, it ends after rounds in
+    which each step had each place equally often.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
     most, cycle = (rounds, 1) if isinstance(rounds, int) else (rounds.most, _cycle(len(steps), rounds))
@@ -376,16 +376,16 @@ def interleave(
 
 
 def _cycle(steps: int, budget: Budget) -> int:
-    """After how many rounds each of `steps` had each place; 1 where the budget's least number breaks such a cycle."""
+    """Return after how many rounds each of `steps` had each place; 1 if the budget's limits don't fit such a cycle."""
     return steps if steps and budget.least % steps == 0 == budget.most % steps else 1
 
 
 def orders(names: Sequence[Any], rounds: int, seed: int | None = 0) -> Iterator[tuple[Any, ...]]:
-    """The order of `names` in each of `rounds` rounds; `seed` None keeps the one given.
+    """Yield the order of `names` in each of `rounds` rounds; `seed` None keeps the given order.
 
-    Whoever always comes after the same neighbour finds the caches and the clock rate as that one left them. Here
-    each name has each place once in n rounds, and comes after each other name equally often in 2 n, where n is
-    the number of names (Williams 1949, "Experimental designs balanced for the estimation of residual effects").
+    A step that always follows the same neighbour finds the caches and clock rate that this neighbour leaves. Here each
+    of n names has each place once in n rounds, and follows each other name equally often in 2 n (Williams 1949,
+    "Experimental designs balanced for the estimation of residual effects").
     """
     if seed is None:
         return itertools.repeat(tuple(names), rounds)
@@ -394,9 +394,9 @@ def orders(names: Sequence[Any], rounds: int, seed: int | None = 0) -> Iterator[
 
 def _balanced(names: Sequence[Any], draw: random.Random) -> Iterator[tuple[Any, ...]]:
     n = len(names)
-    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]  # 0, 1, -1, 2, -2: no two steps are alike
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]  # 0, 1, -1, 2, -2: no two steps are equal
     while names:
         shuffled = draw.sample(names, n)
-        for row in (zigzag, zigzag[::-1]):  # an odd n is balanced by both together
+        for row in (zigzag, zigzag[::-1]):  # for an odd n, both together are balanced
             for shift in draw.sample(range(n), n):
                 yield tuple(shuffled[(place + shift) % n] for place in row)

@@ -1,11 +1,11 @@
-"""What the machine did while a lab ran: processor and memory (psutil) and GPUs (NVML, which does not initialise CUDA).
+"""Sample the machine while a lab runs: processor and memory (psutil), GPUs (NVML, which doesn't initialise CUDA).
 
-    with Monitor(pids) as monitor:      # pids() -> {rank: process id}, asked again at every sample
+    with Monitor(pids) as monitor:      # pids() -> {rank: process id}, called again at every sample
         ...
-    monitor.trace.disturbance()         # "" or a sentence on how much of the CPU other programs took
+    monitor.trace.disturbance()         # "" or a sentence on how much CPU other programs took
 
-The thread shares its core with the ranks it watches. It therefore times itself (`Trace.cost_fraction`) and
-samples less often where sampling is dear: many cores, many processes, a slow driver.
+The thread shares its core with the ranks. It therefore times itself (`Trace.cost_fraction`) and samples less often
+where sampling is expensive: many cores, many processes, a slow driver.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import psutil
 from labs.kit.host import affinity
 from labs.kit.nvml import library, report, visible
 
-MAX_SAMPLES = 1200  # then every second one is dropped and the period doubles: memory stays bounded
-COST_LIMIT = 0.005  # of one core; the period is stretched to stay below it
+MAX_SAMPLES = 1200  # then every second one is dropped and the period doubles, so memory stays bounded
+COST_LIMIT = 0.005  # share of one core; the period grows to stay below it
 DISTURBED_PERCENT = 10.0
 
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over time; `values[i]` belongs to `Trace.t_s[i]`, None where there was nothing to read.
+    """One quantity over time. `values[i]` belongs to `Trace.t_s[i]`; None if nothing was read.
 
-    `per` says whose it is, for example `{"core": 1, "rank": 1}` or `{"gpu": 0}`.
+    `per` says what it belongs to, for example `{"core": 1, "rank": 1}` or `{"gpu": 0}`.
     """
 
     name: str
@@ -50,41 +50,41 @@ class Series:
 
 @dataclass(frozen=True)
 class Trace:
-    """All samples of one run; `t_s` is in seconds since the monitor started."""
+    """All samples of one run. `t_s` is in seconds since the monitor started."""
 
     t_s: list[float] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
     cost_fraction: float = 0.0
-    """CPU seconds that sampling took, as a share of the time that passed."""
+    """CPU seconds spent on sampling, as a share of elapsed time."""
     failures: tuple[str, ...] = ()
-    """What could not be read, each reason once."""
+    """The distinct errors met while sampling."""
     neighbours_percent: float = math.nan
-    """Mean share of the usable cores that processes outside of this run took."""
+    """Mean share of the usable cores that processes outside this run took."""
 
     def find(self, name: str, **per: int) -> list[Series]:
-        """Series of this name whose `per` holds all of the given items."""
+        """Return the series of this name whose `per` contains the given items."""
         return [s for s in self.series if s.name == name and all(s.per.get(k) == v for k, v in per.items())]
 
     def peak(self, name: str, **per: int) -> float:
-        """Greatest value of the matching series; NaN if there is none."""
+        """Return the maximum of the matching series; NaN if there is none."""
         return max((v for s in self.find(name, **per) for v in s.present), default=math.nan)
 
     def mean(self, name: str, **per: int) -> float:
-        """Mean over time and over the matching series; NaN if there is none."""
+        """Return the mean over time and the matching series; NaN if there is none."""
         values = [v for s in self.find(name, **per) for v in s.present]
         return statistics.fmean(values) if values else math.nan
 
     @property
     def energy_j(self) -> float:
-        """Joules that the GPUs' boards took from the first sample to the last, by NVML's counter (Volta or newer).
+        """Joules that all GPU boards used between the first and last sample, by NVML's counter (Volta or newer).
 
-        All GPUs together, whoever used them; NaN if none counts.
+        Includes other users of the GPUs. NaN if no GPU has the counter.
         """
         found = [s.present for s in self.find("gpu_energy_j") if len(s.present) > 1]
         return sum(values[-1] - values[0] for values in found) if found else math.nan
 
     def disturbance(self, limit_percent: float = DISTURBED_PERCENT) -> str:
-        """A sentence if other programs took more than `limit_percent` of the usable cores, otherwise ""."""
+        """Return a sentence if other programs took more than `limit_percent` of the usable cores, otherwise ""."""
         if not self.neighbours_percent > limit_percent:
             return ""
         share = f"{self.neighbours_percent:.0f} % of the CPU"
@@ -93,7 +93,7 @@ class Trace:
         )
 
     def records(self, lab: str) -> list[dict[str, Any]]:
-        """Every series as plain data in the form of a Record, without provenance."""
+        """Return every series as plain data in the form of a Record, without provenance."""
         return [
             {
                 "lab": lab,
@@ -109,7 +109,7 @@ class Trace:
 
 
 class Monitor:
-    """Context manager that samples from a thread every `period_s` seconds. It never raises into the run."""
+    """Sample in a thread every `period_s` seconds, as a context manager. Never raises into the run."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class Monitor:
         gpus: Collection[int] | None = None,
         cores: Collection[int] | None = None,
     ) -> None:
-        """`cores`: logical CPUs to watch, default those of this process; a rank that is pinned names all of its job's.
+        """`cores`: logical CPUs to watch (default: this process's). A pinned rank passes those of its whole job.
 
-        `gpus`: CUDA indices of those that ranks use, default all; ranks on cores have none, and no idle lanes.
+        `gpus`: CUDA indices that ranks use (default: all). Ranks on cores pass none, so no idle GPU is shown.
         """
         self.pids, self.period_s = pids, period_s
         self._nvml, self._gpus, self._cores = nvml, gpus, cores
@@ -140,11 +140,11 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=2.0)  # a driver that hangs must not hang the run
+        self._thread.join(timeout=2.0)  # a hanging driver must not hang the run
 
     @property
     def trace(self) -> Trace:
-        """A copy of what was sampled so far; may be asked for at any time, from any thread."""
+        """A copy of the samples so far; safe at any time, from any thread."""
         with self._lock:
             series = [Series(key.name, key.unit, list(v), dict(key.per)) for key, v in self._values.items()]
             cost = self._cost_s / self._elapsed_s if self._elapsed_s else 0.0
@@ -154,7 +154,7 @@ class Monitor:
     def _loop(self) -> None:
         for make in (lambda: CpuSampler(self._cores), lambda: GpuSampler(self._nvml, self._gpus)):
             self._guarded(lambda make=make: self._samplers.append(make()))
-        self._cost_s += time.thread_time()  # of a new thread: what opening the sources has cost
+        self._cost_s += time.thread_time()  # the thread is new, so this is what opening the sources cost
         wait = self.period_s
         while not self._stop.wait(wait):
             wait = self._sample()
@@ -163,7 +163,7 @@ class Monitor:
             self._guarded(sampler.close)
 
     def _sample(self) -> float:
-        """Take one sample; returns the seconds to wait until the next."""
+        """Take one sample; return the seconds to wait until the next."""
         before = time.thread_time()
         row: dict[Key, float] = {}
         pids = self._guarded(self.pids) or {}
@@ -186,10 +186,10 @@ class Monitor:
         if len(self._t_s) >= MAX_SAMPLES:
             self.period_s *= 2
             for values in (self._t_s, *self._values.values()):
-                del values[1:-1:2]  # the first and the last stay: energy is counted between them
+                del values[1:-1:2]  # keep the first and last, between which energy is counted
 
     def _guarded(self, read: Callable[[], Any]) -> Any:
-        """What `read` returns, or None: a reason that is new goes into the trace, the run goes on."""
+        """Return what `read` returns. If it raises, note the error in the trace and return None."""
         try:
             return read()
         except Exception as e:
@@ -197,13 +197,13 @@ class Monitor:
             return None
 
 
-RESCAN_S = 1.0  # looking for new child processes costs more than reading known ones
+RESCAN_S = 1.0  # finding new child processes costs more than reading known ones
 RESCAN_COST_LIMIT = 0.002  # of one core
-SMOOTH_SAMPLES = 5  # CPU clocks tick every 10 ms: a single 0.2 s interval is too coarse to subtract
+SMOOTH_SAMPLES = 5  # CPU clocks tick every 10 ms, so differences over one 0.2 s interval are too coarse
 
 
 class Key(NamedTuple):
-    """Name, unit and owner of one series; `per` is a tuple of (word, number) pairs: it can be hashed."""
+    """Name, unit and owner of one series. `per` is a hashable tuple of (word, number) pairs."""
 
     name: str
     unit: str
@@ -211,7 +211,7 @@ class Key(NamedTuple):
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of `pid`. Linux lists them per thread; elsewhere psutil scans all processes."""
+    """Return the direct children of `pid`. Linux lists them per thread; elsewhere psutil scans all processes."""
     tasks = f"/proc/{pid}/task"
     if not os.path.exists("/proc/self/task"):
         return [p.pid for p in psutil.Process(pid).children()]
@@ -223,7 +223,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and all its descendants that are alive."""
+    """Return `pid` and all its living descendants."""
     found, ask = [pid], [pid]
     while ask:
         try:
@@ -236,9 +236,9 @@ def family(pid: int) -> list[int]:
 
 
 class CpuSampler:
-    """Use of each core, resident memory of each rank with its children, and what everything else takes.
+    """Reads the use of each core, the resident memory of each rank with its children, and other programs' CPU use.
 
-    Resident bytes count a page in every process that maps it, so forked workers count the pages they share.
+    Resident memory counts a page in every process that maps it, so forked workers also count shared pages.
     """
 
     def __init__(self, cores: Collection[int] | None = None) -> None:
@@ -256,7 +256,7 @@ class CpuSampler:
         self._window.append(self._total)
 
     def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
-        """(key, value) pairs of one moment, for ranks with process ids `pids`."""
+        """Yield (key, value) pairs of one moment, for ranks with process ids `pids`."""
         self._scan(pids)
         everyone = self._everyone()
         own_s = sum(self._spent(pid, everyone) for pid in everyone | self._before.keys())
@@ -278,11 +278,11 @@ class CpuSampler:
 
     @property
     def neighbours_percent(self) -> float:
-        """Mean over the whole run of the share of the usable cores that other processes took."""
+        """Mean over the run of the share of the usable cores that other processes took."""
         return _share((0.0, 0.0, 0.0), self._total)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     def _core_key(self, core: int) -> Key:
         rank = self._core_rank.get(core)
@@ -292,7 +292,7 @@ class CpuSampler:
         return {pid for members in self._families.values() for pid in members}
 
     def _scan(self, pids: dict[int, int]) -> None:
-        """Look for new children now and then, and at once when a rank has come or gone."""
+        """Look for new children now and then, and at once if a rank has started or ended."""
         roots = {os.getpid(), *pids.values()}
         if roots == self._families.keys() and time.monotonic() < self._next_scan:
             return
@@ -311,7 +311,7 @@ class CpuSampler:
         return self._processes[pid]
 
     def _pinned(self, pid: int) -> list[int]:
-        """Cores of a rank that does not use them all; [] if it may run anywhere."""
+        """Return the cores of a pinned rank; [] if it may use all."""
         try:
             cores = self._process(pid).cpu_affinity()
         except (psutil.Error, AttributeError):  # macOS has no affinity
@@ -319,11 +319,11 @@ class CpuSampler:
         return [c for c in cores if c in self._busy] if len(cores) < len(self.cores) else []
 
     def _spent(self, pid: int, everyone: set[int]) -> float:
-        """CPU seconds `pid` and its children that ended have used since the last sample.
+        """Return the CPU seconds used since the last sample by `pid` and its children that ended.
 
-        Where a process was there before us, only what it uses from now on counts; all of it if it came later.
-        Children that lived too short to be seen are counted by their parent. What was counted of one that was
-        seen is taken back when it is gone, since the system then adds all of it to its parent.
+        If a process is older than this sampler, only what it uses from then on counts. Children too short-lived to be
+        seen are counted through their parent. When a child that was seen ends, what was counted is subtracted, since
+        the system then adds its total to the parent.
         """
         used = self._used(pid)
         if used is None:
@@ -335,7 +335,7 @@ class CpuSampler:
         return spent
 
     def _used(self, pid: int) -> float | None:
-        """CPU seconds of `pid` and of its children that have ended; None if it is gone itself."""
+        """Return the CPU seconds of `pid` and its ended children; None if it has ended."""
         try:
             times = self._process(pid).cpu_times()
         except psutil.Error:
@@ -350,18 +350,18 @@ class CpuSampler:
 
 
 def core_times(cores: Iterable[int]) -> dict[int, tuple[float, float]]:
-    """(busy seconds, all seconds) of each core since the system started."""
+    """Return (busy seconds, total seconds) of each core since the system started."""
     wanted, found = set(cores), {}
     for number, t in enumerate(psutil.cpu_times(percpu=True)):
         if number in wanted:
-            guest = getattr(t, "guest", 0.0) + getattr(t, "guest_nice", 0.0)  # Linux counts these in user, too
+            guest = getattr(t, "guest", 0.0) + getattr(t, "guest_nice", 0.0)  # Linux also counts these in user
             total = sum(t) - guest
             found[number] = (total - t.idle - getattr(t, "iowait", 0.0), total)
     return found
 
 
 def _share(before: tuple[float, ...], now: tuple[float, ...]) -> float:
-    """Percent of the core seconds between two (busy, own, all) readings that were busy, but not for us."""
+    """Return the percentage of core seconds between two (busy, own, total) readings that others used."""
     busy, own, total = (b - a for a, b in zip(before, now, strict=True))
     return 100.0 * max(0.0, busy - own) / total if total > 0 else 0.0
 
@@ -373,7 +373,7 @@ READINGS = (
     ("gpu_energy_j", "J", lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3),  # since the driver was loaded
     ("gpu_sm_clock_mhz", "MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
 )
-# NVML counts these over 20 ms while the caller waits, and gives KB/s: once a second is enough.
+# NVML measures these for 20 ms while the caller waits, in KB/s. Once a second is enough.
 SLOW_READINGS = (
     (
         "gpu_pcie_rx_bytes_per_s",
@@ -390,10 +390,10 @@ SLOW_PERIOD_S = 1.0
 
 
 class GpuSampler:
-    """Utilisation, memory, power, energy, clock and PCIe traffic of the visible GPUs; nothing without NVML.
+    """Reads utilisation, memory, power, energy, clock and PCIe traffic of the visible GPUs; nothing without NVML.
 
-    Utilisation is NVML's: the share of time in which any kernel ran, not how much of the GPU it used.
-    GPUs carry CUDA's numbers, or NVML's where the two cannot be matched.
+    NVML's utilisation is the share of time in which any kernel ran, not how much of the GPU it used. GPUs have CUDA's
+    numbers, or NVML's if the two can't be matched.
     """
 
     def __init__(self, nvml: Any = None, gpus: Collection[int] | None = None) -> None:
@@ -408,13 +408,13 @@ class GpuSampler:
             nvml.nvmlInit()
         except ImportError:
             return
-        except nvml.NVMLError:  # no driver: a machine without a GPU
+        except nvml.NVMLError:  # no driver, so no GPU
             return
         self.nvml = nvml
         self._handles = _handles(nvml, gpus)
 
     def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
-        """(key, value) pairs of one moment. A reading that a GPU does not offer is left out from then on."""
+        """Yield (key, value) pairs of one moment. A reading that fails on a GPU is not tried again."""
         readings = READINGS
         if self._handles and (now := time.monotonic()) >= self._next_slow:
             readings, self._next_slow = READINGS + SLOW_READINGS, now + SLOW_PERIOD_S
@@ -428,17 +428,17 @@ class GpuSampler:
                     self._unsupported.add((index, name))
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self.nvml is not None:
             self.nvml.nvmlShutdown()
             self.nvml = None
 
 
 def _handles(nvml: Any, gpus: Collection[int] | None) -> dict[int, Any]:
-    """CUDA index -> NVML's handle of each of `gpus`. Of a MIG instance its own: the card's would tell its memory."""
+    """Return {CUDA index: NVML handle} of `gpus`. A MIG instance has its own handle, for its own memory."""
     cards = report(nvml, brief=True)
     shown = visible(cards) or []
-    if any(v.nvml_index is None for v in shown):  # which of them are in use cannot be told
+    if any(v.nvml_index is None for v in shown):  # we can't know which ones are in use
         return {g.index: nvml.nvmlDeviceGetHandleByIndex(g.index) for g in cards.gpus}
     return {
         v.cuda_index: nvml.nvmlDeviceGetHandleByUUID(v.uuid) if v.mig else nvml.nvmlDeviceGetHandleByIndex(v.nvml_index)

@@ -1,16 +1,16 @@
 """The ten names of the course that a notebook uses. Everything else in a cell is PyTorch, pandas or matplotlib.
 
-    launch(lab, nproc, **parameters)    run an experiment of labs/ on real ranks
+    launch(lab, nproc, **parameters)    run an experiment from labs/ on real ranks
     run_on_ranks(function, nproc)       call a function of this notebook on real ranks; what they print appears here
-    recorded(name)                      the same experiment as recorded on a GPU, or a published table
-    predict(value, what, unit)          keep your guess: `.reveal(x)` prints it beside x, `.mark(ax)` draws it
+    recorded(name)                      the same experiment's results from a GPU machine, or a published table
+    predict(value, what, unit)          store your guess: `.reveal(x)` prints it beside x, `.mark(ax)` draws it
     compare(a, b)                       a / b, pair by pair: `.value`, and its 95 % interval from `.low` to `.high`
-    show_figure(fig, *results, alt=)    a matplotlib figure, and a line that says where its numbers come from
-    show_code(f), show_diff(f, g)       the source of a function or a recipe, or what changes from one to the other
+    show_figure(fig, *results, alt=)    a matplotlib figure, with a line that says where its numbers come from
+    show_code(f), show_diff(f, g)       the source of a function or recipe, or the changes from one to another
     check(id, answer, SOLUTIONS)        test your answer to an exercise; show_solution(id) shows one
 
-`launch` and `recorded` return Results. `.frame(metric)` is a pandas table of them with one row per sample.
-Without `nproc`, ranks are two GPUs, or else two CPU cores.
+`launch` and `recorded` return Results. `.frame(metric)` returns them as a pandas table with one row per sample.
+Without `nproc`, there are two ranks, or one on a machine with one core. They use GPUs if there are enough.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = [
 ]  # fmt: skip
 
 NAME = "COURSE_NOTEBOOK"
-"""A variable of the environment: the name of the notebook that runs in this kernel, where no server sets it."""
+"""Environment variable with the name of the notebook in this kernel, for runs without a Jupyter server."""
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 FEW = 9
-"""Below so many pairs, a 95 % interval is nearly the range of the samples."""
+"""With fewer pairs, a 95 % interval is nearly the range of the samples."""
 SUFFIXES = {
     "s": "_s",
     "B": "_bytes",
@@ -53,13 +53,13 @@ SUFFIXES = {
     "1": "",
     "": "",
 }
-"""How the name of a metric in this unit ends; other units are added to it as they are."""
+"""Suffix of a metric's name by unit; other units are appended unchanged."""
 
 plt.rcParams.update(plot.STYLE | {"figure.constrained_layout.use": True, "figure.dpi": plot.DPI})
 
 
 class Results(record.Records):
-    """What an experiment measured."""
+    """The results of an experiment."""
 
     def __init__(self, records: Iterable[record.Record] = (), nproc: int = 0) -> None:
         super().__init__(records)
@@ -72,10 +72,10 @@ class Results(record.Records):
         return f"<code>{self!r}</code>"
 
     def frame(self, metric: str) -> pd.DataFrame:
-        """A row per sample of `metric`: the columns of its case, `rank` if it has one, `sample`, and the value.
+        """Return a row per sample of `metric`: its case's columns, `rank` if it has one, `sample`, and the value.
 
-        The value's column has the metric's name and ends in its unit ("step_s", "gradient_bytes"). Without any
-        results the table is empty. LookupError names the metrics there are.
+        The value's column is named after the metric and its unit ("step_s", "gradient_bytes"). Without any results, the
+        table is empty. LookupError lists the metrics.
         """
         rows = []
         for r in self.where(metric):
@@ -94,7 +94,7 @@ def _column(metric: str, unit: str) -> str:
 
 
 def launch(lab: str, nproc: int | None = None, **parameters: Any) -> Results:
-    """Run the experiment `lab` on `nproc` ranks: a GPU each if there are that many, otherwise a CPU core each.
+    """Run the experiment `lab` on `nproc` ranks: each on its own GPU if there are enough, otherwise on a CPU core.
 
     A parameter such as `model` may be a function of this notebook. Raises as labs.kit.launch.launch does.
     """
@@ -108,7 +108,7 @@ _launched: list[record.Record] = []
 
 
 def _keep(results: Results) -> None:
-    """Keep what this notebook has launched for `python -m labs.claims --own`, if the kernel knows its notebook."""
+    """Save what this notebook has launched for `python -m labs.claims --own`, if the kernel knows its notebook."""
     name = os.environ.get(NAME) or Path(os.environ.get("JPY_SESSION_NAME", "")).name
     if re.match(r"\d\d_", name):
         _launched.extend(results)
@@ -116,7 +116,7 @@ def _keep(results: Results) -> None:
 
 
 def run_on_ranks(function: Callable[..., Any], nproc: int | None = None, *args: Any) -> list[Any]:
-    """Call `function(*args)` on `nproc` ranks in a process group; return what each returned, in rank order.
+    """Call `function(*args)` on `nproc` ranks in a process group; return their results in rank order.
 
     Ranks get devices as in `launch`. A rank on a CPU core sees no GPU.
     """
@@ -128,9 +128,9 @@ def _ranks(nproc: int | None) -> int:
 
 
 def recorded(name: str) -> Results:
-    """Results of `launch(name)` as a GPU machine recorded them, or a published table of that name, from records/.
+    """Load the results of `launch(name)` recorded on a GPU machine, or the published table of that name.
 
-    One line says so if there are none; the Results are empty then.
+    If there are none, prints one line and returns empty Results.
     """
     files = sorted(RECORDS.glob(f"*/{name}.jsonl"), reverse=True)
     found = [record.load(path) for path in files]
@@ -142,7 +142,7 @@ def recorded(name: str) -> Results:
 
 
 def compare(a: Sequence[float], b: Sequence[float]) -> measure.Estimate:
-    """The median of a[i] / b[i] with its 95 % interval; the i-th of both were measured in the same round.
+    """Return the median of a[i] / b[i] with its 95 % interval; a[i] and b[i] must come from the same round.
 
     Warns below nine pairs, where the interval is hardly narrower than the range.
     """
@@ -152,9 +152,9 @@ def compare(a: Sequence[float], b: Sequence[float]) -> measure.Estimate:
 
 
 def show_figure(fig: Any, *results: record.Records, alt: str) -> None:
-    """Display the figure `fig` with alternative text `alt`, and under it where the numbers of `results` come from.
+    """Display `fig` with alternative text `alt`, and below it where the numbers of `results` come from.
 
-    Without results the line says that this course's own formula gave the numbers.
+    Without results, the line says that this course modelled the numbers.
     """
     require(len(alt.strip()) >= 10, "show_figure() needs alt=..., a sentence that says what the figure shows")
     if len(fig.axes) == 1 and (title := fig.axes[0].get_title(loc="left")):

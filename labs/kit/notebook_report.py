@@ -1,6 +1,6 @@
-"""The report of executed notebooks: what their cells took, as papermill noted it, their HTML pages and one index.
+"""Report on executed notebooks: cell times (from papermill), HTML pages and an index.
 
-Formulas become MathML, which browsers draw by themselves: pages then need no script from the network.
+Formulas become MathML, which browsers render without scripts from the network.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from nbformat import NotebookNode
 from labs.kit.errors import BadInput
 
 CELL_LIMIT_S, COURSE_LIMIT_S = 30.0, 600.0
-"""What a cell, and all notebooks together, may take on 2 quiet CPU cores: longer, and a room waits."""
+"""Limits for a cell and for all notebooks, on 2 quiet CPU cores."""
 REFERENCE_STEPS = 4_000_000
 REFERENCE_S = 0.16
-"""What `reference_s` took on the cores these limits are for."""
-TOLD = 1.2  # a machine that is this much slower is worth a sentence
+"""What `reference_s` took on the cores that these limits are for."""
+TOLD = 1.2  # slowness above which a line is printed
 
 
 @dataclass(frozen=True)
 class CellTime:
-    """What one code cell took."""
+    """The time of one code cell."""
 
     notebook: str
     number: int
-    """As in its prompt: [14]"""
+    """The number in its prompt: [14]"""
     seconds: float
     section: str
-    """The "## " heading it stands under; before the first one the notebook's title"""
+    """The "## " heading above it, or the notebook's title"""
     source: str
-    """Its first line"""
+    """The cell's first line"""
 
     def __str__(self) -> str:
         return f"{self.notebook} cell [{self.number}]: {self.seconds:.1f} s  {self.source}"
 
 
 def cell_times(executed: Path) -> list[CellTime]:
-    """The code cells of an executed notebook that ran, in order. Empty if papermill did not run it."""
+    """Return the times of the code cells that ran, in order. Empty if papermill didn't run the notebook."""
     found, section = [], executed.stem
     for cell in nbformat.read(executed, as_version=4).cells:
         if cell.cell_type == "markdown":
@@ -58,12 +58,12 @@ def cell_times(executed: Path) -> list[CellTime]:
 
 
 def slowest(times: list[CellTime], count: int) -> list[CellTime]:
-    """The `count` slowest cells, the slowest first."""
+    """Return the `count` slowest cells, slowest first."""
     return sorted(times, key=lambda t: t.seconds, reverse=True)[:count]
 
 
 def reference_s() -> float:
-    """Seconds that a fixed piece of Python takes now: on a slow or busy machine as many times more as cells do."""
+    """Return the seconds that a fixed piece of Python takes now, as a measure of how slow or busy the machine is."""
     start = time.perf_counter()
     total = 0
     for i in range(REFERENCE_STEPS):
@@ -72,17 +72,17 @@ def reference_s() -> float:
 
 
 def slowness(references_s: Sequence[float]) -> float:
-    """How many times slower than the cores of the limits this machine was; 1 if it was faster, or nothing is known.
+    """Return how much slower this machine was than the one the limits are for: at least 1, and 1 if unknown.
 
-    The median of what `reference_s` took between the notebooks.
+    Uses the median of `references_s`, measured between the notebooks.
     """
     return max(1.0, statistics.median(references_s) / REFERENCE_S) if references_s else 1.0
 
 
 def over_the_limits(times: list[CellTime], course_s: float, slower: float = 1.0) -> list[str]:
-    """One line for each cell and for the course, where it took longer than the course promises.
+    """Return one line for each cell, and for the course, that exceeded its limit.
 
-    On a machine that is `slower` times slower the limits are as many times longer, and a line says so.
+    The limits are multiplied by `slower`; if that matters, a line says so.
     """
     cell_s, all_s = CELL_LIMIT_S * slower, COURSE_LIMIT_S * slower
     lines = [f"over {cell_s:.0f} s: {cell}" for cell in slowest(times, len(times)) if cell.seconds > cell_s]
@@ -129,14 +129,14 @@ INDEX = """<!DOCTYPE html>
 
 @dataclass(frozen=True)
 class Picture:
-    """An image among the outputs of a notebook."""
+    """An image among a notebook's outputs."""
 
     src: str
-    """Its address: a data: URI, or a path"""
+    """A data: URI, or a path"""
     alt: str
-    """Its alternative text, "" when it has none"""
+    """Alternative text; "" if it has none"""
     title: str = ""
-    """Of the course's own figures, where their numbers come from"""
+    """Provenance of the numbers, for the course's own figures"""
 
 
 @dataclass
@@ -151,14 +151,14 @@ class Entry:
     seconds: float = 0.0
     error: str = ""
     page: str = ""
-    """File name of its HTML page, once there is one"""
+    """File name of its HTML page, once it exists"""
     thumbnail: Picture | None = None
     slowest: list[CellTime] = field(default_factory=list)
-    """Its slowest cells, the slowest first"""
+    """Its slowest cells, slowest first"""
 
     @classmethod
     def of(cls, source: Path) -> Entry:
-        """The entry of a notebook that has not run yet. BadInput if the file is no notebook."""
+        """Return the entry of a notebook that hasn't run yet. Raises BadInput if the file isn't a notebook."""
         try:
             notebook = nbformat.read(source, as_version=4)
         except (ValueError, AttributeError) as e:
@@ -169,13 +169,13 @@ class Entry:
 
 
 def heading(markdown: str, level: int) -> str:
-    """The text of the first heading of this level, "" if there is none."""
+    """Return the text of the first heading of this level; "" if there is none."""
     found = re.search(rf"^#{{{level}}} +(.+)$", markdown, re.MULTILINE)
     return _plain(found[1]) if found else ""
 
 
 def _goals(markdown: str) -> list[str]:
-    """The list items that follow the words "You will"."""
+    """Return the list items that follow the words "You will"."""
     after = re.split(r"\bYou will\b", markdown, maxsplit=1)[1:]
     block = re.search(r"(?:^[ ]*(?:[-*]|\d+\.) .*\n?(?:[ ]{2,}.*\n?)*)+", after[0], re.MULTILINE) if after else None
     items = re.split(r"^[ ]*(?:[-*]|\d+\.) ", block[0], flags=re.MULTILINE)[1:] if block else []
@@ -183,7 +183,7 @@ def _goals(markdown: str) -> list[str]:
 
 
 def _plain(markdown: str) -> str:
-    """Markdown without its marks for links, code and emphasis."""
+    """Remove Markdown's link, code and emphasis marks."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "").replace("**", "").strip()
 
 
@@ -202,14 +202,14 @@ class _Images(HTMLParser):
 
 
 def html_pictures(markup: str) -> list[Picture]:
-    """The images of a piece of HTML."""
+    """Return the images in a piece of HTML."""
     parser = _Images()
     parser.feed(markup)
     return parser.found
 
 
 def pictures(cell: nbformat.NotebookNode) -> list[Picture]:
-    """The images among a code cell's outputs, in order: bare PNG, JPEG and SVG data and HTML <img>."""
+    """Return the images among a code cell's outputs, in order: PNG, JPEG and SVG data, and HTML <img>."""
     found: list[Picture] = []
     for output in cell.get("outputs", []):
         for mime, data in output.get("data", {}).items():
@@ -224,9 +224,9 @@ def pictures(cell: nbformat.NotebookNode) -> list[Picture]:
 
 
 def write_page(notebook: Path, entry: Entry, *, folder: Path) -> None:
-    """Write the executed notebook as an HTML page beside it and note page and first figure in `entry`.
+    """Write the executed notebook as an HTML page beside it; set `page` and `thumbnail` of `entry`.
 
-    `folder` is where the notebook's relative paths start. Links to other notebooks lead to their pages.
+    `folder` is the base of the notebook's relative paths. Links to other notebooks become links to their pages.
     """
     from nbconvert import HTMLExporter
 
@@ -244,7 +244,7 @@ def write_page(notebook: Path, entry: Entry, *, folder: Path) -> None:
 
 
 def write_index(entries: list[Entry], out: Path) -> None:
-    """Write `out`/index.html: for each notebook its title, goals, time, state, first figure and error."""
+    """Write `out`/index.html: each notebook's title, goals, time, state, first figure and error."""
     environment = jinja2.Environment(autoescape=True)
     page = environment.from_string(INDEX).render(
         entries=entries,
@@ -255,24 +255,24 @@ def write_index(entries: list[Entry], out: Path) -> None:
     (out / "index.html").write_text(page, encoding="utf-8")
 
 
-# A dollar sign opens a formula if no blank follows, and closes it if no blank is before and no digit after it.
+# A dollar sign opens a formula if no space follows. It closes one if no space precedes and no digit follows it.
 FORMULA = re.compile(r"\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)", re.DOTALL)
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 
 
 class Formulas:
-    """Takes formulas out of Markdown before nbconvert renders it, which would tear MathML apart, and puts them back."""
+    """Takes formulas out of Markdown before nbconvert renders it, which would break MathML, and puts them back."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     def take_out(self, markdown: str) -> str:
-        """`markdown` with a mark for each $formula$ and $$formula$$ outside of code."""
+        """Return `markdown` with a placeholder for each $formula$ and $$formula$$ outside code."""
         parts = CODE.split(markdown)
         return "".join(part if n % 2 else FORMULA.sub(self._mark, part) for n, part in enumerate(parts))
 
     def take_out_of(self, notebook: NotebookNode) -> None:
-        """Do so in all Markdown of a notebook, that of its outputs too."""
+        """Do that in all Markdown of a notebook, outputs included."""
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 cell.source = self.take_out(cell.source)
@@ -281,7 +281,7 @@ class Formulas:
                     output.data["text/markdown"] = self.take_out("".join(output.data["text/markdown"]))
 
     def put_back(self, page: str) -> str:
-        """The rendered HTML with <math> elements for the marks."""
+        """Replace the placeholders in rendered HTML with <math> elements."""
         return re.sub(r"xFormula(\d+)x", lambda mark: self.found[int(mark[1])], page)
 
     def _mark(self, found: re.Match[str]) -> str:
@@ -290,7 +290,7 @@ class Formulas:
         block = found["block"] is not None
         try:
             element = convert(found["block"] or found["inline"], display="block" if block else "inline")
-        except Exception:  # its errors have no common class; the formula stays as it was written
+        except Exception:  # its errors have no common base class; keep the formula as written
             return found[0]
         self.found.append(element)
         return f"xFormula{len(self.found) - 1}x"
