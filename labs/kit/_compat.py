@@ -17,8 +17,7 @@ from typing import Any
 from labs.kit.errors import BadInput
 
 DYNAMO = "torch._dynamo"
-"""The first optimizer and the first DDP of a process import this, which takes as long as importing torch itself:
-preload it where that would be timed."""
+"""Imported by a process's first optimizer or DDP, which takes as long as torch: preload it where that would be timed."""
 C = "torch._C"
 DDP = "torch.nn.parallel:DistributedDataParallel"
 LOADING = "torch.utils.data.dataloader"
@@ -158,8 +157,7 @@ def compiled_graphs() -> int:
 
 
 def flight_recorders() -> Iterator[Callable[..., bytes]]:
-    """Yield the functions that dump this process's flight recorders as a pickle: gloo's, and NCCL's if it is built
-    in."""
+    """Yield the functions that dump this process's flight recorders as a pickle: gloo's, and NCCL's if built in."""
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         with contextlib.suppress(PrivateApiChanged):
             yield _find(f"{C}:_distributed_c10d.{name}")

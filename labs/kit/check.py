@@ -450,8 +450,7 @@ def _own_frames(error: BaseException, candidate: Callable[..., Any]) -> Iterator
 
 
 def _remote_frames(text: str, candidate: Callable[..., Any]) -> Iterator[tuple[int, str, str]]:
-    """Yield the same from a traceback that arrived as text. The rank lacked the source of notebook cells; we have
-    it."""
+    """Yield the same from a traceback that arrived as text. The rank lacked the text of notebook cells; we have it."""
     for match in FRAME.finditer(text):
         if _learner_file(match["file"], candidate):
             line = linecache.getline(match["file"], int(match["line"])).strip()

@@ -281,8 +281,7 @@ def _before(untold: str, because: str) -> str:
 
 
 def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
-    """Say which cases are inconclusive: "2 of 5 cases are shown to hold, of the rest ..."; "" if cases really
-    differ."""
+    """Say which cases are inconclusive: "2 of 5 cases are shown to hold, of the rest ..."; "" if cases truly differ."""
     if any(right) and any(wrong):
         return ""
     if not any(right) and not any(wrong):

@@ -186,8 +186,7 @@ def _leave(code: int) -> typing.NoReturn:
 
 
 def prepare() -> None:
-    """Fork the server that ranks come from before this process has threads, then import what is needed after the
-    run."""
+    """Fork the server that ranks come from before this process has threads; then import what is needed later."""
     from labs.kit.fork_server import start_fork_server
 
     start_fork_server(forked=True)

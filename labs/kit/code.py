@@ -53,8 +53,7 @@ class Source:
 
     @property
     def link(self) -> str:
-        """The place as a Markdown link. notebooks/ and my/ (the learner's copies) are both one folder below the
-        root."""
+        """The place as a Markdown link. notebooks/ and my/ (the learner's copies) are one folder below the root."""
         return f"[{self.place}](../{self.place})" if self.in_repository else self.place
 
     @property

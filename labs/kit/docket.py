@@ -139,8 +139,7 @@ def by_id(claim_id: str) -> Claim:
 
 @dataclass(frozen=True)
 class Sheet:
-    """One claim as its judge sees it: statement, verdict from reading alone, evidence, verdict, what would change
-    it."""
+    """One claim as its judge sees it: statement, verdict from reading, evidence, verdict, what would change it."""
 
     claim: Claim
     verdict: Verdict
@@ -192,8 +191,7 @@ class Sheet:
 
 
 def sheet(claim_id: str, given: Records | None = None) -> Sheet:
-    """Return the sheet of one claim, from the `given` evidence (default: recorded). Raises BadInput for an unknown
-    id."""
+    """Return one claim's sheet, from the `given` evidence (default: recorded). Raises BadInput for an unknown id."""
     claim = by_id(claim_id)
     verdict, found = recorded_case(claim) if given is None else (judge(claim, given, gpus=0), given)
     calls = tuple(call_of(run) for run in deciding(claim, found) if is_lab(run))

@@ -61,8 +61,7 @@ def signals_held() -> Iterator[list[int]]:
 
 
 def _interrupted() -> KeyboardInterrupt:
-    """Return a plain KeyboardInterrupt: for a subclass, Python wouldn't end a script by the signal, as shells
-    expect."""
+    """Return a plain KeyboardInterrupt: with a subclass, Python wouldn't end a script by signal, as shells expect."""
     error = KeyboardInterrupt("all ranks have been stopped")
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # IPython prints this instead of our frames
     return error

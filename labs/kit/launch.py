@@ -209,8 +209,7 @@ class Job:
 
 
 class Agent(threading.Thread):
-    """`elastic_launch` in a thread, because it blocks; in the main thread it would replace the kernel's signal
-    handlers."""
+    """`elastic_launch` in a thread: it blocks, and in the main thread it would replace the kernel's signal handlers."""
 
     def __init__(self, body: bytes, placement: list[Device], folder: Path, timeout_s: float) -> None:
         super().__init__(name="elastic-agent", daemon=True)

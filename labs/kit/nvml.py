@@ -1,10 +1,10 @@
-"""What NVML, the driver's own library, says about the NVIDIA GPUs of this machine, and which of them CUDA shows.
+"""Read the NVIDIA GPUs of this machine from NVML, the driver's library, and find out which of them CUDA shows.
 
-Reading it does not initialise CUDA, so a notebook kernel may. Any single query can be unsupported (consumer
-cards, vGPU, WSL, old drivers): its field is then None, never a crash and never a guess.
+This doesn't initialise CUDA, so a notebook kernel may do it. Any query can be unsupported (consumer cards, vGPU, WSL,
+old drivers). Its field is then None, never a crash or a guess.
 
-NVML counts in PCI bus order and knows no CUDA_VISIBLE_DEVICES. CUDA renumbers the visible ones from 0 and,
-unless CUDA_DEVICE_ORDER=PCI_BUS_ID, puts the fastest first. The UUID means the same to both.
+NVML counts in PCI bus order and ignores CUDA_VISIBLE_DEVICES. CUDA renumbers the visible GPUs from 0 and, unless
+CUDA_DEVICE_ORDER=PCI_BUS_ID, puts the fastest first. The UUID is the same in both.
 Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "Device Enumeration".
 """
 
@@ -29,12 +29,12 @@ THROTTLE_BITS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
     0x100: "display clock setting",
-}  # fmt: skip  0x1 is "idle", which is no throttling
+}  # fmt: skip  0x1 is "idle", which isn't throttling
 
 # nvmlGpuTopologyLevel, with the names that `nvidia-smi topo -m` prints.
 TOPOLOGY = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
-# nvmlComputeMode: how many processes may use the card at a time.
+# nvmlComputeMode: how many processes can use the card at a time.
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive process"}
 
 PROBLEMS = {
@@ -54,7 +54,7 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Process:
-    """A process that holds memory on a GPU. Inside a container foreign pids can be hidden or renumbered."""
+    """A process that holds memory on a GPU. Inside a container, other pids can be hidden or renumbered."""
 
     pid: int
     memory_bytes: int | None
@@ -62,7 +62,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver sees it. `index` is NVML's (PCI bus order), which need not be CUDA's."""
+    """One GPU as the driver sees it. `index` is NVML's (PCI bus order), which can differ from CUDA's."""
 
     index: int
     name: str | None = None
@@ -72,7 +72,7 @@ class Gpu:
     memory_used_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None
     pcie_gen: int | None = None
-    """PCIe generation now. An idle card lowers it to save power: see `pcie_gen_max`, or look under load."""
+    """Current PCIe generation. An idle card lowers it to save power: use `pcie_gen_max`, or read it under load."""
     pcie_gen_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
@@ -84,22 +84,22 @@ class Gpu:
     memory_clock_mhz: int | None = None
     temperature_c: int | None = None
     utilization_percent: int | None = None
-    """Share of the last sample period (1/6 to 1 s) in which any kernel ran, not how much of it worked."""
+    """Share of the last sample period (1/6 to 1 s) in which any kernel ran, not how much of the GPU it used."""
     ecc: bool | None = None
     persistence: bool | None = None
     mig: bool | None = None
     mig_uuids: tuple[str, ...] = ()
     mig_memory_bytes: tuple[int | None, ...] = ()
-    """Memory of each MIG instance, in the order of `mig_uuids`; a process gets no more, whatever the card has."""
+    """Memory of each MIG instance, in the order of `mig_uuids`: all that a process gets."""
     compute_mode: str | None = None
-    """One of COMPUTE_MODES. In "exclusive process" a second process that starts CUDA on the card fails."""
+    """A value of COMPUTE_MODES. In "exclusive process", a second process that starts CUDA on the card fails."""
     throttle: tuple[str, ...] | None = None
     processes: tuple[Process, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything NVML said; `problem` and `remedy` say why there are no GPUs, when NVML could not be read."""
+    """Everything NVML reported. If it couldn't be read, `problem` and `remedy` say why."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -111,7 +111,7 @@ class Report:
 
 
 def ask(nvml: Any, function: str, *args: Any) -> Any:
-    """`nvml.function(*args)`, or None if this card, driver or binding does not answer it."""
+    """Return `nvml.function(*args)`, or None if this card, driver or binding doesn't support it."""
     try:
         answer = getattr(nvml, function)(*args)
     except (AttributeError, UnicodeDecodeError, nvml.NVMLError):
@@ -120,7 +120,7 @@ def ask(nvml: Any, function: str, *args: Any) -> Any:
 
 
 def library(nvml: Any = None) -> Any:
-    """`nvml` itself, or the pynvml module. ImportError if nvidia-ml-py is not installed."""
+    """Return `nvml`, or the pynvml module if it is None. ImportError if nvidia-ml-py isn't installed."""
     if nvml is None:
         import pynvml as nvml
     return nvml
@@ -128,7 +128,7 @@ def library(nvml: Any = None) -> Any:
 
 @contextmanager
 def session(nvml: Any = None) -> Iterator[Any]:
-    """NVML, initialised and shut down again. Raises NVMLError or ImportError if it cannot be had."""
+    """Initialise NVML for the block. Raises NVMLError or ImportError if that fails."""
     nvml = library(nvml)
     nvml.nvmlInit()
     try:
@@ -138,9 +138,9 @@ def session(nvml: Any = None) -> Iterator[Any]:
 
 
 def report(nvml: Any = None, *, brief: bool = False) -> Report:
-    """Read everything; `brief`: only what tells the cards apart, at some 7 queries each, as every launch needs it.
+    """Read everything; with `brief`, only what identifies the cards (some 7 queries each), as every launch needs it.
 
-    `nvml` stands in for the pynvml module in tests.
+    Tests pass `nvml` to replace the pynvml module.
     """
     try:
         nvml = library(nvml)
@@ -156,7 +156,7 @@ def report(nvml: Any = None, *, brief: bool = False) -> Report:
 
 
 def gpus(nvml: Any = None) -> list[Gpu]:
-    """All GPUs of this machine in NVML order, also hidden ones; [] if NVML cannot be read."""
+    """Return all GPUs of this machine in NVML order, including hidden ones; [] if NVML can't be read."""
     return list(report(nvml).gpus)
 
 
@@ -166,7 +166,7 @@ def _read(nvml: Any, brief: bool) -> Report:
     handles = [(i, ask(nvml, "nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
     handles = [(i, h) for i, h in handles if h is not None]  # a lost card must not hide the others
     cards = tuple(_identity(nvml, i, h) for i, h in handles)
-    links = [] if brief else [_links(nvml, h) for _, h in handles]  # asked once: 36 queries for a card with 18 links
+    links = [] if brief else [_links(nvml, h) for _, h in handles]  # once: 36 queries for a card with 18 links
     if not brief:
         cards = tuple(_gpu(nvml, h, card, up) for (_, h), card, up in zip(handles, cards, links, strict=True))
     return Report(
@@ -178,7 +178,7 @@ def _read(nvml: Any, brief: bool) -> Report:
 
 
 def _identity(nvml: Any, index: int, handle: Any) -> Gpu:
-    """What tells a card from others, and who may use it."""
+    """Read what identifies a card and who may use it."""
     modes = ask(nvml, "nvmlDeviceGetMigMode", handle)
     mig = None if modes is None else bool(modes[0])
     return Gpu(
@@ -193,7 +193,7 @@ def _identity(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _gpu(nvml: Any, handle: Any, card: Gpu, links: dict[int, str | None] | None) -> Gpu:
-    """`card` with all that can be asked about it."""
+    """Return `card` with everything that can be queried."""
 
     def get(function: str, *args: Any, then: Callable[[Any], Any] = lambda x: x) -> Any:
         answer = ask(nvml, function, handle, *args)
@@ -248,7 +248,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[Process, ...] | None:
 
 
 def _mig(nvml: Any, handle: Any) -> dict[str, tuple]:
-    """UUID and memory of each MIG instance of a card."""
+    """Return UUID and memory of each of a card's MIG instances."""
     slots = ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
     parts = [ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i) for i in range(slots)]
     found = {ask(nvml, "nvmlDeviceGetUUID", part): part for part in parts if part is not None}
@@ -258,7 +258,7 @@ def _mig(nvml: Any, handle: Any) -> dict[str, tuple]:
 
 
 def _links(nvml: Any, handle: Any) -> dict[int, str | None] | None:
-    """The NVLinks that are up, with the bus id of the other end where it is told; None if the card cannot tell."""
+    """Return the active NVLinks with the remote bus id (None if unknown); None if the card doesn't report links."""
     up = {}
     for k in range(18):
         state = ask(nvml, "nvmlDeviceGetNvLinkState", handle, k)
@@ -272,10 +272,10 @@ def _links(nvml: Any, handle: Any) -> dict[int, str | None] | None:
 def _topology(
     nvml: Any, handles: list[Any], cards: tuple[Gpu, ...], links: list[dict[int, str | None] | None]
 ) -> tuple[tuple[str, ...], ...]:
-    """Each pair's connection as `nvidia-smi topo -m` names it: NV<links>, PIX, PXB, PHB, NODE, SYS or "?"."""
+    """Return each pair's connection as `nvidia-smi topo -m` names it: NV<links>, PIX, PXB, PHB, NODE, SYS or "?"."""
     n = len(handles)
     rows = [["X"] * n for _ in range(n)]
-    for i, j in itertools.combinations(range(n), 2):  # a connection is the same seen from both ends
+    for i, j in itertools.combinations(range(n), 2):  # a connection is the same from both ends
         up = links[i] or {}
         direct = sum(remote is not None and remote == cards[j].pci_bus_id for remote in up.values())
         rows[i][j] = rows[j][i] = _connection(nvml, handles[i], handles[j], direct, len(up))
@@ -285,18 +285,18 @@ def _topology(
 def _connection(nvml: Any, one: Any, other: Any, direct: int, links: int) -> str:
     if direct:
         return f"NV{direct}"
-    # 2: NVML_P2P_CAPS_INDEX_NVLINK, status 0: OK. Behind an NVSwitch the remote end of a link is the switch.
+    # 2: NVML_P2P_CAPS_INDEX_NVLINK, status 0: OK. With an NVSwitch, the remote end of a link is the switch.
     if links and ask(nvml, "nvmlDeviceGetP2PStatus", one, other, 2) == 0:
         return f"NV{links}"
     return TOPOLOGY.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other), "?")
 
 
-Choice = tuple[Gpu | None, str | None]  # (card if known, UUID of its MIG instance if it is one)
+Choice = tuple[Gpu | None, str | None]  # (card if known, UUID if it is a MIG instance)
 
 
 @dataclass(frozen=True)
 class Visible:
-    """A device that CUDA enumerates. `nvml_index` and `uuid` are None when only CUDA itself could tell."""
+    """A device that CUDA enumerates. `nvml_index` and `uuid` are None if only CUDA knows them."""
 
     cuda_index: int
     nvml_index: int | None
@@ -304,13 +304,13 @@ class Visible:
     name: str | None
     mig: bool = False
     memory_total_bytes: int | None = None
-    """Of a MIG instance its own, not the card's. None where a brief report was read, or nobody tells."""
+    """Memory of the card or MIG instance; None from a brief report, or if unknown."""
     exclusive: bool = False
-    """One process at a time may use it: a second one that starts CUDA there fails."""
+    """Only one process at a time can use it: a second one that starts CUDA there fails."""
 
 
 def visible(report: Report, environ: Mapping[str, str] | None = None) -> list[Visible] | None:
-    """The devices CUDA would enumerate, in its order. None if NVML could not be read."""
+    """Return the devices that CUDA would enumerate, in its order; None if NVML couldn't be read."""
     if report.problem is not None:
         return None
     environ = os.environ if environ is None else environ
@@ -324,7 +324,7 @@ def visible(report: Report, environ: Mapping[str, str] | None = None) -> list[Vi
 
 
 def _choose(wanted: str, cards: Sequence[Gpu], in_order: bool) -> list[Choice]:
-    """Each entry's card. As in CUDA, the first bad entry ends the list and a repeated one empties it."""
+    """Return each entry's card. As in CUDA, the first bad entry ends the list and a repeated one empties it."""
     chosen: list[Choice] = []
     seen: list[str] = []
     for entry in (e.strip() for e in wanted.split(",")):
@@ -340,7 +340,7 @@ def _choose(wanted: str, cards: Sequence[Gpu], in_order: bool) -> list[Choice]:
 
 
 def _by_uuid(entry: str, cards: Sequence[Gpu]) -> Choice | None:
-    """The only card, or MIG instance, whose UUID starts with `entry`."""
+    """Return the only card or MIG instance whose UUID starts with `entry`; None if there isn't exactly one."""
     if entry.startswith("GPU-"):
         found = [(g, None) for g in cards if g.uuid and g.uuid.startswith(entry)]
     else:
@@ -349,14 +349,14 @@ def _by_uuid(entry: str, cards: Sequence[Gpu]) -> Choice | None:
 
 
 def _by_index(entry: str, cards: Sequence[Gpu], in_order: bool) -> Choice | None:
-    digits = re.match(r"\d+", entry)  # CUDA reads a leading number and ignores what follows
+    digits = re.match(r"\d+", entry)  # CUDA reads a leading number and ignores the rest
     if digits is None or int(digits[0]) >= len(cards):
         return None
     return (cards[int(digits[0])] if in_order else None), None
 
 
 def _one_mig_instance(chosen: list[Choice]) -> list[Choice]:
-    """A process sees one MIG instance at most; a card in MIG mode without instances cannot be used at all."""
+    """Keep at most one MIG instance, as a process sees no more. Drop cards in MIG mode without instances."""
     usable = []
     for card, mig in chosen:
         if card and card.mig and mig is None:
@@ -380,9 +380,9 @@ def _visible(index: int, card: Gpu | None, mig: str | None) -> Visible:
 
 
 def nvml_index_of(cuda_uuids: Sequence[str], cards: Sequence[Gpu]) -> list[int | None]:
-    """NVML index of each CUDA device, by UUID; None if NVML does not list it.
+    """Return the NVML index of each CUDA device, matched by UUID; None if NVML doesn't list it.
 
-    torch writes UUIDs without the "GPU-" that NVML puts in front; letter case does not count.
+    torch's UUIDs lack NVML's "GPU-" prefix; letter case is ignored.
     """
     known = {_bare(g.uuid): g.index for g in cards if g.uuid}
     return [known.get(_bare(uuid)) for uuid in cuda_uuids]

@@ -1,4 +1,4 @@
-"""Which rank a process is, and with which others it shares a machine: what a launcher has said in the environment."""
+"""Read from the environment which rank a process is, and which ranks share its machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labs.kit.errors import BadInput
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of its variables; "" for what it does not say."""
+    """Names of a launcher's environment variables; "" for what it doesn't provide."""
 
     rank: str
     ranks: str
@@ -18,7 +18,7 @@ class Launcher:
     local_ranks: str
     machine: str
     start: tuple[str, ...] = ()
-    """Together they name one start."""
+    """Variables that together identify one start."""
 
 
 LAUNCHERS = (
@@ -40,32 +40,32 @@ LAUNCHERS = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
 )
-"""torchrun and those who follow it, Open MPI's mpirun, srun. The first that speaks is the innermost: mpirun starts its
-daemons by srun. Of a job's SLURM_NTASKS a batch script and an interactive shell hear as well, which are one process;
-SLURM_STEP_NUM_TASKS is of the step. SLURM_GTIDS lists the ranks of this machine: "0,1,2,3" (man srun)."""
+"""torchrun and compatible launchers, Open MPI's mpirun, srun; innermost first, since mpirun starts its daemons with
+srun. SLURM_STEP_NUM_TASKS belongs to the step. SLURM_NTASKS is also set in a batch script or interactive shell, which
+is one process. SLURM_GTIDS lists the ranks of this machine: "0,1,2,3" (man srun)."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank, as its launcher tells it; alone where nobody has."""
+    """A rank's position, as its launcher reports it; the defaults mean a single process without a launcher."""
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
     machine: int = 0
-    """Its number, or where the launcher gives it none, another that no other machine has."""
+    """The machine's number, or another number unique to it if the launcher provides none."""
     restart: int = 0
     start: str = ""
-    """The same for all ranks of this start, and for no others; "" where their parent process is that."""
+    """An id shared by exactly the ranks of this start; "" if their parent process identifies it."""
     listed: tuple[int, ...] = ()
-    """Ranks of this machine where the launcher lists them; else they count on in a row."""
+    """Ranks of this machine if the launcher lists them; otherwise they are consecutive."""
 
     @classmethod
     def of(cls, env: Mapping[str, str], *, one_machine: bool) -> Place:
-        """BadInput if a number is none, or they do not fit.
+        """Read the environment. Raises BadInput if a number is invalid, or the numbers don't fit together.
 
-        Not every launcher says which ranks share a machine. Then all of them do if `one_machine`, otherwise none.
+        If the launcher doesn't say which ranks share a machine, all do if `one_machine`, otherwise none.
         """
 
         def number(name: str, default: int = 0) -> int:
@@ -74,7 +74,7 @@ class Place:
             except ValueError:
                 raise BadInput(f"{name}={env[name]} in the environment is no number: start it by torchrun") from None
 
-        number("RANK"), number("WORLD_SIZE")  # one of them alone is to be a number, too
+        number("RANK"), number("WORLD_SIZE")  # check both, even if only one is set
         told = [by for by in LAUNCHERS if by.rank in env and by.ranks in env]
         if not told:
             return cls()
@@ -101,7 +101,7 @@ class Place:
 
 
 def _listed(ranks: str) -> tuple[int, ...]:
-    """Of "1,3,5", as srun --distribution=cyclic deals ranks out. BadInput if it is no such list."""
+    """Parse "1,3,5", which srun --distribution=cyclic produces. Raises BadInput for anything else."""
     try:
         return tuple(map(int, ranks.split(",")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The figures of the course: one style, one mark per kind of number, a provenance line, an alt text.
+"""The course's figures: one style, one mark per kind of number, a provenance line, an alternative text.
 
 fig, ax = figure("DDP hides most of its communication", xlabel="ranks", ylabel="speed-up (x)", records=run)
 points(ax, [1, 2], [one, two], label="DDP")
@@ -6,7 +6,7 @@ ideal(ax, [1, 2])
 prediction(ax, 2, guess)
 show(fig, alt="Speed-up against ranks: 1.0, then 1.8 against an ideal of 2.")
 
-Every helper that draws inside a figure takes the kind of its numbers and marks them accordingly.
+Every drawing helper takes the kind of its numbers and marks them accordingly.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from labs.kit.errors import BadInput, require
 from labs.kit.record import Record, provenance_line
 
-# Colours that differ for every kind of colour vision: Okabe and Ito, "Color Universal Design" (2008).
+# Safe for every kind of colour vision: Okabe and Ito, "Color Universal Design" (2008).
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 GREY = "#5F6368"
 MAX_PNG_BYTES = 60_000
 TINTS = ("#E3E3E3", "#F3D9C9", "#BDBDBD")  # grid and areas
-CSS_DPI = 80  # pixels of the page per inch of a figure
-DPI = 2 * CSS_DPI  # dots per inch: crisp on a high-density screen, and the lettering keeps its size
+CSS_DPI = 80  # page pixels per inch of figure
+DPI = 2 * CSS_DPI  # dots per inch: sharp on a high-density screen, with the lettering at its size
 LEGEND_ROW_IN = 0.26
-LEGEND_MARK_PT = 100  # a legend's mark and borders, and the label of the y axis beside which it begins
+LEGEND_MARK_PT = 100  # a legend's mark and borders, plus the y axis label to its left
 STYLE = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -74,12 +74,12 @@ def figure(
     size: tuple[float, float] = (7.0, 3.9),
     legend_below: bool = False,
 ) -> tuple[Figure, Axes]:
-    """A figure whose title is the one message it has; labels carry units. `size` is in inches.
+    """Make a figure with its one message as the title. Labels include units. `size` is in inches.
 
-    A legend of up to 3 entries goes where it covers least, longer ones and those of `bars` below; `legend_below` puts
-    it there anyway.
+    A legend of up to 3 entries goes inside, where it covers least. Longer ones, those of `bars`, and all with
+    `legend_below` go below.
 
-    `records` (Records, a Run, or several joined) give the provenance line that `show` puts under it.
+    `records` (Records, a Run, or several joined) give the provenance line that `show` puts under the figure.
     """
     require(bool(message.strip()), "a figure needs its message as the title, for example 'Two ranks halve it'")
     require(bool(xlabel.strip() and ylabel.strip()), "both axes of a figure need a label with a unit")
@@ -89,14 +89,14 @@ def figure(
         title = "\n".join(_title_lines(message, size[0]))
         fig.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
         ax.set_xlabel(xlabel)
-        ax.set_ylabel(ylabel, labelpad=8)  # points; words as tick labels come close
+        ax.set_ylabel(ylabel, labelpad=8)  # points, since words as tick labels come close
     fig._course_legend_below = legend_below
     caption(fig, records if records is not None else [])
     return fig, ax
 
 
 def _title_lines(text: str, width_in: float) -> list[str]:
-    """`text` in as few lines as fit into a figure of that width, about equally long: no word is left alone."""
+    """Split `text` into as few lines as fit into that width, of about equal length, so no word stands alone."""
     words, limit = text.split(), 0.97 * 72 * width_in  # points
     fewest = len(_filled(words, limit))
     widths = (limit * share / 100 for share in range(100 // fewest, 100))
@@ -104,7 +104,7 @@ def _title_lines(text: str, width_in: float) -> list[str]:
 
 
 def _filled(words: Sequence[str], width: float, size: float | None = None) -> list[str]:
-    """Lines of up to `width` points, of a title or, of font size `size`, a caption; letters differ in width."""
+    """Fill lines of up to `width` points: of a title, or of a caption with font size `size`."""
     lines: list[str] = []
     for word in words:
         if lines and _points_wide(f"{lines[-1]} {word}", size) <= width:
@@ -114,9 +114,9 @@ def _filled(words: Sequence[str], width: float, size: float | None = None) -> li
     return lines
 
 
-@cache  # a slider's title is wrapped anew at every move
+@cache  # a slider's title is wrapped again at every move
 def _points_wide(text: str, size: float | None) -> float:
-    """The width of a title or, of font size `size`, a caption, in points."""
+    """Return the width of a title, or of a caption with font size `size`, in points."""
     weight = "bold" if size is None else "normal"
     font = FontProperties(family=STYLE["font.family"], weight=weight, size=size or STYLE["axes.titlesize"])
     return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
@@ -128,10 +128,10 @@ def caption(fig: Figure, records: Any) -> None:
 
 
 def show(fig: Figure, alt: str) -> None:
-    """Display the figure as a PNG with `alt` as its alternative text and its provenance as its title, at most 60 KB.
+    """Display the figure as a PNG of at most 60 KB, with `alt` as alternative text and its provenance as title.
 
-    It is sent as an HTML image: JupyterLab's own PNG renderer drops alternative texts. nbval compares both texts, and
-    not the picture (see tests/nbval.cfg).
+    Sends an HTML image, because JupyterLab's PNG renderer drops alternative texts. nbval compares both texts but not
+    the picture (see tests/nbval.cfg).
     """
     require(len(alt.strip()) >= 10, "show() needs alt=..., a sentence that says what the figure shows")
     from IPython.display import display
@@ -141,10 +141,7 @@ def show(fig: Figure, alt: str) -> None:
 
 
 def picture_markup(fig: Figure, alt: str, image: bytes) -> str:
-    """The finished figure, a PNG, as an HTML image of fixed width and height, in pixels of the page.
-
-    So the page does not jump.
-    """
+    """Return the finished figure, a PNG, as an HTML image of fixed size in page pixels, so the page doesn't jump."""
     width, height = (round(CSS_DPI * inches) for inches in fig.get_size_inches())
     markup = f'<img alt="{html.escape(alt)}" title="{html.escape(fig._course_caption)}" width="{width}" '
     markup += f'height="{height}" style="max-width: 100%; height: auto" '
@@ -152,12 +149,12 @@ def picture_markup(fig: Figure, alt: str, image: bytes) -> str:
 
 
 def to_png(fig: Figure) -> bytes:
-    """The finished figure, with legend and provenance line, as PNG bytes; a palette keeps them few."""
+    """Return the finished figure, with legend and provenance line, as PNG bytes with a small palette."""
     from PIL import Image
 
     with mpl.rc_context(STYLE):
         finish(fig)
-        for _ in range(2):  # constrained layout needs more than one pass where legends changed the size
+        for _ in range(2):  # constrained layout needs a second pass if legends changed the size
             fig.draw_without_rendering()
         raw = io.BytesIO()
         fig.savefig(raw, format="png")
@@ -171,7 +168,7 @@ def to_png(fig: Figure) -> bytes:
 
 
 def finish(fig: Figure) -> None:
-    """Add legend and provenance line, once."""
+    """Add legend and provenance line, if not done yet."""
     if hasattr(fig, "_course_caption"):
         return
     records = fig._course_records
@@ -188,9 +185,9 @@ def finish(fig: Figure) -> None:
 
 
 def _add_legend(fig: Figure, ax: Axes) -> None:
-    """Inside and framed while it is short; otherwise below the axes, with room of its own.
+    """Put a short legend inside, framed, and a longer one below the axes, enlarging the figure.
 
-    Beside rows of marks a legend's mark would pass for one more row: there it always goes below.
+    Beside rows of marks, a legend's mark would look like another row, so there it always goes below.
     """
     handles, labels = ax.get_legend_handles_labels()
     if not labels or ax.get_legend() is not None:
@@ -201,7 +198,7 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
         return
     width, height = fig.get_size_inches()
     left = max((len(line) for t in ax.get_yticklabels() for line in t.get_text().splitlines()), default=0)
-    fits = len(labels) > 2 and 2 * max(map(len, labels)) + 1.3 * left < 74  # characters beside each other
+    fits = len(labels) > 2 and 2 * max(map(len, labels)) + 1.3 * left < 74  # characters in two columns
     columns = 2 if fits else 1
     size = STYLE["legend.fontsize"]
     room = 72 * width - LEGEND_MARK_PT - 0.6 * size * left
@@ -212,13 +209,13 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
 
 
 def kinds_in(fig: Figure) -> set[str]:
-    """The kinds of number that were drawn into the figure."""
+    """Return the kinds of numbers drawn into the figure."""
     artists = [a for ax in fig.axes for a in (*ax.lines, *ax.images, *ax.collections)]
     return {str(a.get_gid())[5:] for a in artists if str(a.get_gid()).startswith("kind:")}
 
 
 def _without_records(drawn: set[str], records: Iterable[Any]) -> list[Record]:
-    """What stands for curves that come from a formula, of which nobody has made records."""
+    """Return a placeholder record if curves come from a formula without records; otherwise []."""
     modelled = "modelled" in drawn or not drawn & {r.kind for r in records}
     return [Record("", "", "", [0.0], "modelled")] if modelled and "modelled" not in {r.kind for r in records} else []
 
@@ -230,7 +227,7 @@ def _require_origin(drawn: set[str], given: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Mark:
-    """How one kind of number is drawn. `color` None means that the series chooses."""
+    """How to draw one kind of number. `color` None lets the series choose."""
 
     marker: str | None
     line: str
@@ -260,8 +257,8 @@ def points(
 ) -> None:
     """Draw `y` against `x` with the mark of its kind; `line` joins the marks.
 
-    An item of `y` is a number, an Estimate (or anything with `value`, `low` and `high`), or a Record, whose
-    samples give value and interval. The interval is drawn as a bar. None and NaN are left out.
+    An item of `y` is a number, an Estimate (anything with `value`, `low` and `high`), or a Record, whose samples give
+    value and interval. Intervals are drawn as bars. None and NaN are skipped.
     """
     mark = mark_of(kind)
     rows = [(a, *interval(b)) for a, b in zip(x, y, strict=True) if _is_there(b)]
@@ -290,9 +287,9 @@ def bars(
     label: str = "",
     color: str | None = None,
 ) -> None:
-    """One horizontal row per name, best where the names are words; items of `y` as in `points`.
+    """Draw one horizontal row per name, best for names that are words; items of `y` as in `points`.
 
-    A mark with its interval, not a filled bar: the eye compares positions, and the interval stays visible.
+    Draws a mark with its interval instead of a filled bar: the eye compares positions, and the interval stays visible.
     """
     mark = mark_of(kind)
     look = _look(kind, color or mark.color or _next_color(ax))
@@ -323,7 +320,7 @@ def curve(
     kind: str = "modelled",
     color: str | None = None,
 ) -> None:
-    """A line without marks: a formula (modelled, dashed), or measured samples too dense for marks (solid)."""
+    """Draw a line without marks: a formula (modelled, dashed), or measured samples too dense for marks (solid)."""
     mark = mark_of(kind)
     color = color or mark.color or _next_color(ax)
     (drawn,) = ax.plot(x, y, linestyle=mark.line or "-", color=color, label=labelled(label, mark))
@@ -331,12 +328,12 @@ def curve(
 
 
 def ideal(ax: Axes, x: Sequence[float], y: Sequence[float] | None = None, label: str = "ideal") -> None:
-    """The dashed line of what would be perfect: y = x unless `y` is given."""
+    """Draw the dashed line of the ideal: y = x unless `y` is given."""
     curve(ax, x, list(x) if y is None else y, label=label)
 
 
 def prediction(ax: Axes, x: Any, guess: Any, label: str = "") -> None:
-    """The learner's own prediction as a star; nothing if they made none."""
+    """Draw the learner's prediction as a star; nothing if they made none."""
     points(ax, [x], [float(guess)], kind="prediction", label=label)
 
 
@@ -352,10 +349,10 @@ def heat_map(
     label: str = "",
     span: float | None = None,
 ) -> None:
-    """A table in colour, shape (rows, columns), with each value printed in its cell. NaN cells stay white.
+    """Draw a table in colour, shape (rows, columns), with each value in its cell. NaN cells stay white.
 
-    With `center` (for example a ratio of 1) the colours diverge from it; otherwise darker is more. Maps that are
-    compared need one `span`, the distance from the center at which a colour is full.
+    With `center` (for example a ratio of 1), colours diverge from it; otherwise darker is more. To compare maps, give
+    them the same `span`, the distance from the center at which a colour is full.
     """
     flat = [v for row in values for v in row if not math.isnan(v)]
     require(bool(flat), "heat_map() needs at least one number")
@@ -388,7 +385,7 @@ def spans(
     color: str | None = None,
     hatch: str = "",
 ) -> None:
-    """Bars from start to end in one row of a timeline, in the units of the x axis. Name the rows with set_yticks."""
+    """Draw bars from start to end in one row of a timeline, in units of the x axis. Name the rows with set_yticks."""
     color = color or _next_color(ax)
     bars_ = [(start, end - start) for start, end in intervals]
     drawn = ax.broken_barh(bars_, (row - 0.38, 0.76), facecolors=color, edgecolor="white", hatch=hatch, linewidth=0.6)
@@ -404,7 +401,7 @@ def stack(
     kind: str = "measured",
     colors: Sequence[str] = (),
 ) -> None:
-    """Areas on top of each other, the first at the bottom: what a total consists of, over `x`. Keys are the labels."""
+    """Draw areas on top of each other, the first at the bottom: the parts of a total over `x`. Keys are labels."""
     mark = mark_of(kind)
     base = [0.0] * len(x)
     for k, (label, values) in enumerate(parts.items()):
@@ -425,7 +422,7 @@ def choice_map(
     kind: str = "modelled",
     labels: bool = True,
 ) -> None:
-    """A table, shape (rows, columns), of names: one colour each, `colors` in the order of the legend."""
+    """Draw a table of names, shape (rows, columns), one colour each; `colors` in the order of the legend."""
     from matplotlib.colors import ListedColormap
 
     mark, names = mark_of(kind), list(colors)
@@ -448,9 +445,9 @@ def choice_map(
 
 
 def name_points(ax: Axes, places: dict[str, tuple[float, float]], x: float, step: float = 1.45) -> None:
-    """Write names into a column at `x`, each with a line to its point, at its height or below the name before it.
+    """Write names into a column at `x`, each with a line to its point, at its height or below the previous name.
 
-    For a logarithmic y axis: each name is at most 1/`step` as high as the one before.
+    For a logarithmic y axis: each name is at most 1/`step` times as high as the previous one.
     """
     above = math.inf
     for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
@@ -477,7 +474,7 @@ def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | No
 
 
 def plain_number(value: float) -> str:
-    """1234567 -> "1.23M", 131072 -> "131,072", 0.5 -> "0.5": no powers of ten on an axis."""
+    """Format 1234567 as "1.23M", 131072 as "131,072", 0.5 as "0.5": no powers of ten on an axis."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -485,7 +482,7 @@ def plain_number(value: float) -> str:
 
 
 def interval(item: Any) -> tuple[float, float, float]:
-    """(value, low, high) of a number, an Estimate or a Record; all equal where no interval is known."""
+    """Return (value, low, high) of a number, an Estimate or a Record; all equal if no interval is known."""
     if hasattr(item, "samples"):
         from labs.kit.measure import estimate
 
@@ -495,13 +492,13 @@ def interval(item: Any) -> tuple[float, float, float]:
 
 
 def mark_of(kind: str) -> Mark:
-    """The mark of a kind; BadInput names the kinds there are."""
+    """Return the mark of a kind. BadInput lists the kinds."""
     require(kind in KIND_STYLE, f"kind must be one of {', '.join(KIND_STYLE)}, not {kind!r}")
     return KIND_STYLE[kind]
 
 
 def labelled(label: str, mark: Mark) -> str:
-    """A legend entry that says of which kind the mark is: "DDP (measured)"."""
+    """Return a legend entry with the kind of its mark: "DDP (measured)"."""
     if mark.word in label:
         return label
     return f"{label} ({mark.word})" if label else mark.word
@@ -522,7 +519,7 @@ def _look(kind: str, color: str) -> dict[str, Any]:
         "markerfacecolor": color if mark.filled else "white",
         "markeredgecolor": "black" if star else color,
         "markeredgewidth": 1.0 if mark.filled else 2.0,
-        "zorder": 2.5 if star else 3,  # behind what was measured: its points show around a mark that it meets
+        "zorder": 2.5 if star else 3,  # behind measured points, which stay visible where they meet it
     }
 
 

@@ -1,8 +1,8 @@
-"""Is this machine ready? One line per check: pass, warn or fail, with the remedy.
+"""Check whether this machine is ready. One line per check: pass, warn or fail, with the remedy.
 
-Fail means that notebooks will not run here; warn means that one of them may, or that timings will suffer. The
-checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine. Those that wait run
-at the same time, each with a limit of its own; one that breaks is a warning, never a crash.
+Fail means that notebooks won't run here. Warn means that one may fail, or that timings will suffer. The checks are
+functions of plain `Facts`, so every outcome can be tested on any machine. Checks that wait run concurrently, each with
+its own time limit. A check that breaks gives a warning, never a crash.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GIB = 2**30
 MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
 PROJECT = "gpu-training-course"
 OLDEST_PYTHON = (3, 11)
-# The most that a notebook took on two CPU cores with torch 2.13: notebook 05's kernel, fork server, ranks and workers,
-# shared pages counted once (proportional set size). JupyterLab's server and a browser come on top.
+# Measured on two CPU cores with torch 2.13: notebook 05's kernel, fork server, ranks and workers, with shared pages
+# counted once (proportional set size). JupyterLab's server and a browser need more.
 MOST_MEMORY = "3 GiB are needed (the largest notebook takes 1.9)"
 MORE_MEMORY = {
     "": "close programs, or raise the container's limit (docker run --memory 4g)",
@@ -42,7 +42,7 @@ MOST_DISK = "1 GiB is needed (the largest notebook writes 0.4)"
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, how it stands, and what to do about it."""
+    """What was checked, the result, and what to do about it."""
 
     name: str
     status: Literal["pass", "warn", "fail"]
@@ -52,7 +52,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the machine checks judge. Gathered once; made up in tests."""
+    """Everything that the machine checks judge. Gathered once; tests make up their own."""
 
     report: nvml.Report
     visible: list[nvml.Visible] | None
@@ -65,11 +65,11 @@ class Facts:
     require_gpus: int = 0
     my_pids: frozenset[int] = field(default_factory=frozenset)
     known_pids: frozenset[int] | None = None
-    """Processes that can be seen from here. In a container NVML lists those of the host by other numbers."""
+    """Processes visible from here. Inside a container, NVML lists processes by the host's numbers."""
 
     @property
     def gpus_for_torch(self) -> int:
-        """GPUs that this torch build can see."""
+        """Number of GPUs that this torch build can see."""
         return len(self.visible or ()) if self.build["cuda"] or self.build["rocm"] else 0
 
     @property
@@ -86,15 +86,15 @@ class Facts:
 
 
 def system() -> str:
-    """ "Linux", "macOS", "WSL", or what Python calls it."""
+    """Return "Linux", "macOS", "WSL", or Python's name for the system."""
     if sys.platform == "darwin":
         return "macOS"
     return "WSL" if "microsoft" in platform.release().lower() else platform.system()
 
 
 def gather(require_gpus: int = 0) -> Facts:
-    """The facts of this machine, read without starting CUDA."""
-    import psutil  # here: the preflight itself also says what a Python without any package lacks
+    """Read the facts of this machine without starting CUDA."""
+    import psutil  # here, because the preflight also reports what a Python without any package lacks
 
     found = nvml.report()
     return Facts(
@@ -103,7 +103,7 @@ def gather(require_gpus: int = 0) -> Facts:
         container=container(),
         build=hardware.build(),
         torch_pin=_torch_pin(),
-        jupyter="ipykernel" in sys.modules  # a notebook is open: its front end may be another one, as on Colab
+        jupyter="ipykernel" in sys.modules  # a notebook is open, perhaps with another front end, as on Colab
         or all(importlib.util.find_spec(name) for name in ("jupyterlab", "ipykernel")),
         port_problem=_port_problem(),
         require_gpus=require_gpus,
@@ -113,7 +113,7 @@ def gather(require_gpus: int = 0) -> Facts:
 
 
 def _torch_pin() -> str | None:
-    """The torch that the course was tested with; None where labs was installed without its repository."""
+    """Return the torch version that the course was tested with; None if labs was installed without its repository."""
     try:
         return requirements.tested()
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def _torch_pin() -> str | None:
 
 
 def _port_problem() -> str | None:
-    """Why a server cannot listen on the loopback interface; None if it can."""
+    """Return why a server can't listen on the loopback interface; None if it can."""
     try:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def _port_problem() -> str | None:
 
 
 def python(facts: Facts) -> Check:
-    """Python is new enough."""
+    """Check that Python is new enough."""
     have, want = (".".join(map(str, v)) for v in (facts.python, OLDEST_PYTHON))
     if facts.python < OLDEST_PYTHON:
         return Check("Python", "fail", f"{have} is older than {want}", f"install Python {want} or later")
@@ -140,7 +140,7 @@ def python(facts: Facts) -> Check:
 
 
 def torch_version(facts: Facts) -> Check:
-    """torch is the version the course was tested with, or at least not too old."""
+    """Check that torch is the tested version, or at least new enough."""
     have = facts.build["torch"]
     if problem := requirements.torch_problem(have):
         detail, _, remedy = problem.partition(": ")
@@ -156,14 +156,14 @@ def torch_version(facts: Facts) -> Check:
 
 
 def jupyter(facts: Facts) -> Check:
-    """Notebooks can be opened."""
+    """Check that notebooks can be opened."""
     if facts.jupyter:
         return Check("JupyterLab", "pass", "installed, with a Python kernel")
     return Check("JupyterLab", "fail", "jupyterlab or ipykernel is missing", "run: make lab")
 
 
 def loopback(facts: Facts) -> Check:
-    """Ranks find each other through a port on 127.0.0.1."""
+    """Check that a port on 127.0.0.1 can be opened, through which ranks find each other."""
     if facts.port_problem is None:
         return Check("network", "pass", "a port on 127.0.0.1 can be opened")
     detail = f"no port on 127.0.0.1 can be opened: {facts.port_problem}"
@@ -176,7 +176,7 @@ def loopback(facts: Facts) -> Check:
 
 
 def cores(facts: Facts) -> Check:
-    """Two ranks on a CPU need two cores."""
+    """Check that there are two cores, which two ranks on a CPU need."""
     c = facts.container
     quota = f", quota {c.cpu_quota:g}" if c.cpu_quota is not None else ""
     detail = f"{c.cores} usable (affinity {len(c.affinity)}{quota})"
@@ -187,7 +187,7 @@ def cores(facts: Facts) -> Check:
 
 
 def memory(facts: Facts) -> Check:
-    """A kernel, the fork server with torch and two ranks take up to 1.9 GiB; GPUs take more on the host, too."""
+    """Check memory: a kernel, the fork server and two ranks take up to 1.9 GiB, and more on the host with GPUs."""
     have = facts.container.memory_available_bytes
     limit = facts.container.memory_limit_bytes
     detail = f"{have / GIB:.1f} GiB available" + (f" of a limit of {limit / GIB:.1f} GiB" if limit else "")
@@ -198,7 +198,7 @@ def memory(facts: Facts) -> Check:
 
 
 def shared_memory(facts: Facts) -> Check:
-    """DataLoader workers hand batches over through /dev/shm; a full one is a bus error."""
+    """Check /dev/shm, through which DataLoader workers pass batches; a full one causes a bus error."""
     size, free = facts.container.shm_bytes, facts.container.shm_free_bytes
     if size is None or free is None:
         return Check("/dev/shm", "pass", "none on this system; workers use other means")
@@ -214,7 +214,7 @@ def shared_memory(facts: Facts) -> Check:
 
 
 def open_files(facts: Facts) -> Check:
-    """Workers and ranks pass tensors as open files."""
+    """Check the limit on open files, which workers and ranks use to pass tensors."""
     limit = facts.container.open_files
     if limit is None or limit >= 1024:
         return Check("open files", "pass", "no limit" if limit is None else f"at most {limit}")
@@ -222,7 +222,7 @@ def open_files(facts: Facts) -> Check:
 
 
 def disk(facts: Facts) -> Check:
-    """Caches, checkpoints and executed notebooks need a little room."""
+    """Check free disk space for caches, checkpoints and executed notebooks."""
     free = facts.container.disk_free_bytes
     if free is None:
         return Check("disk", "warn", "free space cannot be read", "check that 1 GiB is free")
@@ -242,17 +242,17 @@ DETAIL_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing to try, in a thread of its own."""
+    """One thing to try, in its own thread."""
 
     name: str
     run: Callable[[], Found]
     limit_s: float = 5.0
     too_late: Check | None = None
-    """What it means that `run` has not returned after `limit_s`; default: a warning."""
+    """The result if `run` hasn't returned after `limit_s`; default: a warning."""
 
 
 class Started:
-    """A trial that runs since now."""
+    """A trial running in a thread."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.found, self.until = trial, [], time.monotonic() + trial.limit_s
@@ -263,7 +263,7 @@ class Started:
         self.found = guarded(self.trial.name, self.trial.run)
 
     def result(self) -> list[Check]:
-        """What it found, or what it means that it still runs at its limit; it is then left to itself."""
+        """Return the checks, or the trial's `too_late` result at its limit; its thread is then abandoned."""
         self.thread.join(max(0.0, self.until - time.monotonic()))
         if not self.thread.is_alive():
             return self.found
@@ -272,7 +272,7 @@ class Started:
 
 
 def guarded(name: str, run: Callable[[], Found]) -> list[Check]:
-    """The checks that `run` returns; if it raises, a warning with the name and the reason."""
+    """Return the checks that `run` returns; if it raises, a warning with the name and the reason."""
     try:
         found = run()
     except Exception as e:
@@ -281,12 +281,12 @@ def guarded(name: str, run: Callable[[], Found]) -> list[Check]:
 
 
 def unknown(name: str, error: BaseException) -> Check:
-    """A warning that `name` could not be checked: unknown is not wrong."""
+    """Return a warning that `name` couldn't be checked."""
     return Check(name, "warn", f"could not be checked: {reason(error)}", GO_ON)
 
 
 def reason(error: BaseException) -> str:
-    """The kind and first line of an exception; the home folder, which holds a user's name, is written ~."""
+    """Return an exception's type and first line, with the home folder, which holds a user's name, written as ~."""
     first = next(iter(str(error).splitlines()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text.replace(str(Path.home()), "~")[:DETAIL_CHARACTERS]
@@ -306,7 +306,7 @@ def machine_checks(facts: Facts) -> list[Check]:
 
 
 def gpus(facts: Facts) -> Check:
-    """How many GPUs torch can use, and whether that is what was asked for."""
+    """Check how many GPUs torch can use, and whether that is enough."""
     n, here = facts.gpus_for_torch, len(facts.report.gpus)
     enough = n >= facts.require_gpus
     wanted = "" if enough else f", {facts.require_gpus} required"
@@ -327,7 +327,7 @@ def gpus(facts: Facts) -> Check:
 
 
 def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
-    """Checks of one GPU that torch will use."""
+    """Check one GPU that torch will use."""
     where = f"GPU {card.index}"
     yield driver(where, facts)
     if card.compute_capability:
@@ -352,7 +352,7 @@ def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
 
 
 def driver(where: str, facts: Facts) -> Check:
-    """The driver is as new as the CUDA that torch was built with (minor versions are compatible)."""
+    """Check that the driver supports the CUDA that torch was built with (minor versions are compatible)."""
     have, built = facts.report.cuda_driver, facts.build["cuda"]
     if not have or not built:
         return Check(where, "pass", "driver and build cannot be compared")
@@ -364,7 +364,7 @@ def driver(where: str, facts: Facts) -> Check:
 
 
 def architecture(where: str, capability: tuple[int, int], arch_list: list[str]) -> Check:
-    """torch holds kernels that this card can run."""
+    """Check that torch has kernels that this card can run."""
     name = f"sm_{capability[0]}{capability[1]}"
     how = hardware.runs_on(capability, arch_list)
     if how == "native":
@@ -381,9 +381,9 @@ def architecture(where: str, capability: tuple[int, int], arch_list: list[str]) 
 
 
 def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int], known: frozenset[int] | None = None) -> Check:
-    """Somebody else's job on the card takes memory and spoils timings.
+    """Check for other programs on the card, which take memory and disturb timings.
 
-    `known`: processes that can be seen from here, None for all. Any other may be one of ours under the host's number.
+    `known`: processes visible from here; None means all. Any other may be one of ours under the host's number.
     """
     if card.processes is None:
         return Check(where, "pass", "other processes cannot be listed here")
@@ -402,7 +402,7 @@ def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int], known: frozense
 
 
 def rank_checks(records: Records, seconds: float, facts: Facts) -> list[Check]:
-    """Judge what the ranks have done: a process group, its backend, right answers."""
+    """Judge what the ranks did: their process group, its backend, right results."""
     layout = records[0].layout
     n, backend, device = layout["world_size"], layout["backend"], layout["device"]
     found = [Check("process group", "pass", f"{n} ranks on {device} through {backend} in {seconds:.1f} s")]
@@ -416,18 +416,18 @@ def rank_checks(records: Records, seconds: float, facts: Facts) -> list[Check]:
 
 
 def _right(name: str, error: float, allowed: float, detail: str) -> Check:
-    if error <= allowed:  # NaN is not
+    if error <= allowed:  # False for NaN
         return Check(name, "pass", detail)
     return Check(name, "fail", detail, "the hardware or the build computes wrong: do not train on it")
 
 
 def exit_code(found: list[Check]) -> int:
-    """1 if a check failed, otherwise 0: a warning does not stop a workshop."""
+    """Return 1 if a check failed, otherwise 0: a warning doesn't stop a workshop."""
     return int(any(c.status == "fail" for c in found))
 
 
 def as_text(found: list[Check]) -> str:
-    """One line per check; what is wrong is followed by what to do."""
+    """Return one line per check; for a problem, the remedy follows."""
     lines = []
     for c in found:
         lines.append(f"{MARKS[c.status]}  {c.name:<18} {c.detail}")

@@ -24,7 +24,7 @@ from labs.kit.restart import use_fresh_store, was_restarted
 
 @dataclass
 class Rank:
-    """What a lab's `run(config, rank)` knows about where it runs."""
+    """What a lab's `run(config, rank)` knows about its rank."""
 
     rank: int
     world_size: int
@@ -33,11 +33,11 @@ class Rank:
     device: torch.device
     backend: str
     cores: tuple[int, ...]
-    """CPU cores this rank is pinned to; empty if it is not pinned (GPU ranks)."""
+    """CPU cores this rank is pinned to; empty if it isn't pinned (GPU ranks)."""
     host_cores: tuple[int, ...] = ()
-    """CPU cores that processes of this job may use: those that the rank had before it was pinned."""
+    """CPU cores that processes of this job may use: the rank's cores before it was pinned."""
     is_unpinned: bool = False
-    """Processes that it starts may use all of `host_cores` at present."""
+    """Whether processes started now may use all of `host_cores`."""
     startup_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase before the lab began, by name."""
     lab: str = ""
@@ -54,10 +54,10 @@ class Rank:
         rank: int | None = None,
         **case: Any,
     ) -> Record:
-        """A Record of this run. `rank` None says that the samples speak for the whole job."""
+        """Return a Record of this run. `rank` None means that the samples describe the whole job."""
         try:
             samples = tuple(samples)
-        except TypeError:  # one number, perhaps of NumPy or torch
+        except TypeError:  # one number, perhaps NumPy's or torch's
             samples = (float(samples),)
         layout = {"world_size": self.world_size, "rank": rank, "backend": self.backend, "device": self.device.type}
         if self.is_unpinned:
@@ -65,36 +65,36 @@ class Rank:
         return Record(self.lab, metric, unit, samples, kind, case, self.config, layout)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Tell whoever is watching; only rank 0 is heard. Costs microseconds, still: not inside a clock."""
+        """Report progress; only rank 0's is shown. Cheap, but don't call it inside a timed region."""
         if self.rank == 0:
             self.on_progress(done, total, message)
 
     def barrier(self) -> None:
-        """Wait for all ranks, on the host: gloo sleeps in the socket, so a waiting CPU rank leaves its core idle."""
+        """Wait for all ranks, on the host. gloo sleeps in the socket, so a waiting CPU rank leaves its core idle."""
         self.slowest([0.0])
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank."""
+        """Return `value` of every rank, in rank order, on every rank."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def agree(self, opinion: bool) -> bool:
-        """Whether `opinion` is true on all ranks: for loops that all ranks must leave at the same step."""
+        """Return whether `opinion` is true on all ranks, for loops that all ranks must leave at the same step."""
         return self.slowest([0.0 if opinion else 1.0]) == [0.0]
 
     def slowest(self, samples: Sequence[float]) -> list[float]:
-        """Elementwise maximum of `samples` over all ranks; all ranks must pass equally many."""
+        """Return the elementwise maximum of `samples` over all ranks, which must pass the same number."""
         worst = torch.tensor(samples, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return worst.tolist()
 
 
 def backend_for(device: Device, nccl: bool) -> str:
-    """Backend for ranks on devices like `device`. `nccl` says whether this torch has NCCL.
+    """Return the backend for ranks on devices like `device`. `nccl` says whether this torch has NCCL.
 
-    GPUs of their own: NCCL for CUDA tensors and gloo beside it for objects and barriers on the host.
-    A shared GPU or CPU cores: gloo, since NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
+    Ranks with their own GPU use NCCL for CUDA tensors, and gloo for objects and barriers on the host. Ranks on a shared
+    GPU or CPU cores use gloo, because NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
     """
     return "cpu:gloo,cuda:nccl" if device.kind == "cuda" and nccl else "gloo"
 
@@ -103,11 +103,11 @@ def backend_for(device: Device, nccl: bool) -> str:
 def process_group(device: Device, *, seed: int = 0, timeout_s: float = timeouts.COMMAND_S) -> Iterator[Rank]:
     """Join the job that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe; leave it at the end.
 
-    Pins a CPU rank to its cores with one thread each, makes a GPU rank's device the current one *before* the
-    group exists (otherwise stray contexts appear on GPU 0), and seeds torch equally on all ranks.
-    A gloo collective that waits longer than `timeout_s` raises, and so it does when a peer is killed. Under NCCL a
-    watchdog ends the process (SIGABRT) after that time; a killed peer is not noticed before. The launcher and torchrun
-    see a dead rank themselves and end the others.
+    Pins a CPU rank to its cores with one thread each. Makes a GPU rank's device the current one *before* the group
+    exists, since otherwise stray contexts appear on GPU 0. Seeds torch with the same number on all ranks. With gloo, a
+    collective raises if it waits longer than `timeout_s` or a peer is killed. With NCCL, a watchdog ends the process
+    (SIGABRT) after that time, and a killed peer isn't noticed before. The launcher and torchrun notice a dead rank
+    themselves and end the others.
     """
     host_cores = affinity()
     place = use(device)
@@ -135,9 +135,9 @@ def process_group(device: Device, *, seed: int = 0, timeout_s: float = timeouts.
 
 
 def use(device: Device) -> torch.device:
-    """Make `device` this process's own: pin and limit threads on a CPU, set the current GPU otherwise."""
+    """Make `device` this process's device: on a CPU, pin it and limit threads; on a GPU, set the current device."""
     if device.kind == "cpu":
-        if hasattr(os, "sched_setaffinity"):  # macOS has none; there the scheduler decides
+        if hasattr(os, "sched_setaffinity"):  # macOS has no such call, so its scheduler decides
             os.sched_setaffinity(0, device.cores)
         torch.set_num_threads(max(1, len(device.cores)))
         keep_freed_memory()
@@ -148,22 +148,22 @@ def use(device: Device) -> torch.device:
 
 
 def same_bits_every_time(device: torch.device) -> None:
-    """Let this process use GPU kernels that give the same bits for the same input, where torch has such.
+    """Make this process use GPU kernels that give the same bits for the same input, if torch has them.
 
-    For runs that are compared bit for bit: cuDNN's convolutions, for one, add up in any order by default. What has no
-    such kernel warns and runs all the same. Source: PyTorch's notes on reproducibility.
+    For runs compared bit for bit. cuDNN's convolutions, for example, add up in any order by default. Operations without
+    such a kernel warn and run anyway. Source: PyTorch's notes on reproducibility.
     """
     if device.type != "cuda":
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @contextmanager
 def unpinned(rank: Rank) -> Iterator[None]:
-    """Let this thread, and the processes it starts meanwhile, run on all cores of the job: DataLoader workers.
+    """Let this thread, and processes started in the block such as DataLoader workers, use all cores of the job.
 
-    Workers inherit their parent's cores: those of a pinned rank would all share the one core it computes on.
+    Workers inherit their parent's cores, so a pinned rank's workers would share the one core it computes on.
     """
     if not rank.cores or not hasattr(os, "sched_setaffinity"):
         yield
@@ -178,10 +178,10 @@ def unpinned(rank: Rank) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc not to give freed memory back to the system.
+    """Keep glibc from returning freed memory to the system.
 
-    By default every activation above 128 KB to 32 MB is mapped anew and zeroed page by page at each step, which
-    costs a small CNN a tenth of its time, most of the steadiness of its timings, and does not happen on GPUs.
+    By default, every activation above a threshold of 128 KB to 32 MB is mapped again and zeroed page by page at each
+    step. This takes a tenth of a small CNN's time, makes its timings unsteady, and doesn't happen on GPUs.
     """
     with contextlib.suppress(OSError, AttributeError):  # macOS and musl have no mallopt
         libc = ctypes.CDLL("libc.so.6")

@@ -1,11 +1,7 @@
-"""Measurements as JSON lines: every sample, its unit, its kind, where and when it was taken.
+"""Measurements as JSON lines, with every sample, its unit, its kind, and where and when it was taken.
 
-A file holds one provenance line, then one line per Record. It is written whole or not at all, and read back
-with errors that name the file, the line and the field. Its JSON is what every program reads alike: finite numbers, no
-name twice, whole characters, not nested without end.
-
-In a short file a record leaves out each field that the record before it has with the same value. Its provenance line
-says so; a field that is missing in any other file is an error.
+A file holds one provenance line, then one line per Record. It is written completely or not at all. Read errors name the
+file, the line and the field. The JSON is portable: finite numbers, no duplicate names, valid Unicode, limited nesting.
 """
 
 from __future__ import annotations
@@ -44,12 +40,11 @@ COLUMNS = {"lab", "metric", "value", "unit", "n", "kind"}
 
 @dataclass(frozen=True)
 class Record:
-    """One quantity, with every sample that was taken of it.
+    """One quantity with all its samples.
 
-    `case` tells this measurement from the others of its lab run, for example `{"mode": "ddp", "ranks": 2}`.
-    `layout` is `{"world_size", "rank", "backend", "device"}`; rank None means the whole job, and then each
-    sample is that of the slowest rank. "cores" is added where processes beside the ranks (DataLoader workers) may have
-    used so many logical CPUs.
+    `case` distinguishes this measurement from others of the run, for example `{"mode": "ddp", "ranks": 2}`. `layout` is
+    `{"world_size", "rank", "backend", "device"}`. Rank None means the whole job, and each sample is then the slowest
+    rank's. "cores" is added if processes beside the ranks (DataLoader workers) could use that many logical CPUs.
     """
 
     lab: str
@@ -71,7 +66,7 @@ class Record:
         object.__setattr__(self, "samples", tuple(float(s) for s in self.samples))
 
     def _problem(self) -> str:
-        """What would make this record unreadable once it is saved; found while the lab still runs."""
+        """Return what would make this record unreadable once saved, to find it while the lab still runs."""
         if self.kind not in KINDS:
             return f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}"
         if not self.samples:
@@ -117,12 +112,12 @@ class Records(Sequence[Record]):
         return self.frame.to_html(index=False, max_rows=20)
 
     def where(self, metric: str | None = None, **case: Any) -> Records:
-        """Records of `metric` (any, if None) whose case holds all of `case`."""
+        """Return the records of `metric` (None: any) whose case contains `case`."""
         keep = (r for r in self if metric in (None, r.metric))
         return Records(r for r in keep if all(r.case.get(k) == v for k, v in case.items()))
 
     def one(self, metric: str, **case: Any) -> Record:
-        """The only record of `metric` with this case. LookupError says what there is instead."""
+        """Return the only record of `metric` with this case. LookupError says what there is instead."""
         found = self.where(metric, **case)
         if len(found) == 1:
             return found[0]
@@ -157,11 +152,11 @@ class Records(Sequence[Record]):
         return self[0].provenance if len(self) else {}
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write all records to `path` as JSON lines, whole or not at all. OSError if that cannot be done."""
+        """Write all records to `path` as JSON lines, completely or not at all. Raises OSError if that fails."""
         return write_atomic(Path(path), "".join(self.lines()))
 
     def lines(self) -> Iterator[str]:
-        """JSON lines, grouped by provenance: a header line for each group, then its records."""
+        """Yield JSON lines, grouped by provenance: a header line for each group, then its records."""
         header: dict[str, Any] | None = None
         for r in self:
             if r.provenance != header:
@@ -174,14 +169,14 @@ class Records(Sequence[Record]):
 def write_atomic(path: Path, text: str) -> Path:
     """Write `text` to `path` through a temporary file beside it, so that a reader never sees half of it.
 
-    A device or pipe (/dev/stdout, /dev/full) is written to, not replaced. OSError if there is no room or no right.
+    Writes to a device or pipe (/dev/stdout, /dev/full) directly. Raises OSError without space or permission.
     """
-    path = Path(os.path.realpath(path))  # a link stays a link; one that leads to itself does not
+    path = Path(os.path.realpath(path))  # keeps a link a link
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{secrets.token_hex(4)}")  # a name has 255 bytes
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{secrets.token_hex(4)}")  # names: at most 255 bytes
     try:
         with temporary.open("x", encoding="utf-8") as f:
             f.write(text)
@@ -195,13 +190,13 @@ def write_atomic(path: Path, text: str) -> Path:
 
 
 MOVED = {b"labs.parts.precision.loss_": b"labs.loss_scaling.loss_", b"labs.parts.": b"labs.common."}
-"""Names of models in committed records, which never change, and where their code is now."""
+"""Old module names in committed records, which never change, and where the code is now."""
 
 
 def load(path: str | os.PathLike) -> Records:
-    """Records of a JSON lines file; what was measured when it was written is now `recorded`.
+    """Load the records of a JSON lines file. What was measured when it was written is now `recorded`.
 
-    Raises ValueError naming the file, the line and the field of the first thing that is wrong.
+    Raises ValueError naming the file, line and field of the first error.
     """
     records, header = [], None
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
@@ -262,23 +257,23 @@ def _is_number(value: Any) -> bool:
 
 
 def attach_provenance(records: Iterable[Record]) -> Records:
-    """`records` with where and when they were taken: this machine, now."""
+    """Add this machine and the present time to `records`."""
     here = provenance()
     return Records(dataclasses.replace(r, provenance=here) for r in records)
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A Config dataclass as plain JSON values."""
+    """Convert a Config dataclass to plain JSON values."""
     return plain(dataclasses.asdict(config))
 
 
 def plain(values: Any) -> Any:
-    """As JSON would give it back: tuples are lists, NumPy and torch numbers are numbers, other things their text."""
+    """Convert to what JSON would return: tuples to lists, NumPy and torch numbers to numbers, other objects to text."""
     return json.loads(json.dumps(values, default=lambda x: x.item() if hasattr(x, "item") else str(x)))
 
 
 def provenance() -> dict[str, Any]:
-    """What a reader needs to judge a number from this machine, taken now (UTC)."""
+    """Return what a reader needs to judge a number from this machine, with the time in UTC."""
     return {**_machine(), "utc": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
@@ -300,7 +295,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Commit of this checkout, with '-dirty' if it was edited; None outside of git."""
+    """Return this checkout's commit, with '-dirty' if it was edited; None outside git."""
     try:
         out = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -316,11 +311,11 @@ def _commit() -> str | None:
 
 
 def provenance_line(records: Iterable[Any]) -> str:
-    """One phrase per distinct origin of `records`, joined by "; ", for example
+    """Return one phrase per distinct origin of `records`, joined by "; ", for example
 
     "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC", or "on 2 of 8 x H200". A published or
-    modelled number may name its source in the record's provenance, under "source". Where no record tells its ranks (a
-    program that nobody pinned), only the machine's cores or GPUs are named.
+    modelled number can name its source in the record's provenance, under "source". If no record gives its number of
+    ranks (an unpinned program), only the machine's cores or GPUs are named.
     """
     used: dict[tuple[str, ...], tuple[int, int]] = {}
     for r in records:
@@ -332,9 +327,9 @@ def provenance_line(records: Iterable[Any]) -> str:
 
 
 def origin(kind: str, p: dict[str, Any], device: str = "") -> tuple[str, ...]:
-    """Kind and facts; records that share them share one phrase. Times of day do not count, dates do.
+    """Return (kind, facts); records with equal facts share a phrase. Dates count, times of day don't.
 
-    What ran on the device "cpu" is not of the GPUs that its machine has besides.
+    GPUs aren't named for what ran on the device "cpu".
     """
     if kind == "modelled" or p.get("source"):
         return kind, str(p.get("source") or "")
@@ -366,12 +361,12 @@ def _phrase(key: tuple[str, ...], ranks: int, cores_used: int) -> str:
     return f"{place} {', '.join(f for f in (name, used, *rest) if f)}"
 
 
-DEEPEST = 50  # brackets in brackets; Python's own limit depends on who calls
+DEEPEST = 50  # levels of nesting; Python's own limit depends on the caller's stack
 LARGEST = sys.float_info.max
 
 
 def parse_json(line: bytes) -> Any:
-    """The value in one line of JSON. ValueError says in one line what is wrong with it."""
+    """Parse one line of JSON. ValueError says in one line what is wrong."""
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as e:
@@ -380,12 +375,12 @@ def parse_json(line: bytes) -> Any:
         raise ValueError(f"not JSON ({e.msg})") from None
     except RecursionError:
         raise ValueError("not JSON (nested too deeply)") from None
-    except ValueError:  # Python refuses more than 4300 digits, since they take it minutes
+    except ValueError:  # Python refuses numbers with more than 4300 digits, which would take minutes
         raise ValueError("not JSON (a number of thousands of digits)") from None
 
 
 def json_problem(value: Any, depth: int = 0) -> str:
-    """Why `value` would not be the same when written and read again; "" if it would. A tuple comes back as a list."""
+    """Return why `value` would change when written and read; "" if it wouldn't. A tuple comes back as a list."""
     match value:
         case None | bool():
             return ""

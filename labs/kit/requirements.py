@@ -1,4 +1,4 @@
-"""Which torch is installed, and whether the course can use it. Standard library only: no torch needed."""
+"""Check which torch is installed and whether the course can use it. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VERSION = re.compile(r"\d+(?:\.\d+)*")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The release of a version as numbers: (2, 9, 1) of "2.9.1+cu128", (2, 9) of "2.9.0a0+git1a2b", whose zeros say
-    nothing. () if it does not begin with a number."""
+    """Parse a version's release: "2.9.1+cu128" gives (2, 9, 1), "2.9.0a0+git1a2b" gives (2, 9) without the final zero.
+    () if it doesn't start with a number."""
     found = VERSION.match(version)
     parts = [int(part) for part in found[0].split(".")] if found else []
     while parts and parts[-1] == 0:
@@ -24,12 +24,12 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def project(root: Path = ROOT) -> dict[str, Any]:
-    """pyproject.toml. FileNotFoundError where labs was installed without its repository."""
+    """Read pyproject.toml. FileNotFoundError if labs was installed without its repository."""
     return tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
 
 
 def installed(name: str) -> str | None:
-    """The version of a package in this Python, None if it is not there. Nothing is imported."""
+    """Return a package's version in this Python; None if it isn't installed. Imports nothing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def installed(name: str) -> str | None:
 
 
 def _by_its_own_file(name: str) -> str | None:
-    """torch/version.py of a torch that was built in its source folder, and which no installer knows."""
+    """Read torch/version.py of a torch built in its source folder, which pip doesn't know."""
     spec = importlib.util.find_spec(name) if name == "torch" else None
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = path.read_text("utf-8") if path and path.is_file() else ""
@@ -46,13 +46,13 @@ def _by_its_own_file(name: str) -> str | None:
 
 
 def tested(root: Path = ROOT) -> str:
-    """The torch that constraints.txt names. FileNotFoundError where labs was installed without its repository."""
+    """Return the torch version in constraints.txt. FileNotFoundError if labs was installed without its repository."""
     lines = (root / "constraints.txt").read_text("utf-8").splitlines()
     return next(line for line in lines if line.startswith("torch==")).removeprefix("torch==")
 
 
 def torch_problem(version: str | None, root: Path = ROOT) -> str:
-    """Why this torch cannot be used, in one line that names the fix; "" if it can, or if nobody knows."""
+    """Return why this torch can't be used, in one line with the fix; "" if it can, or if that is unknown."""
     try:
         found = project(root)
     except FileNotFoundError:

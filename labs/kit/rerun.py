@@ -1,12 +1,12 @@
-"""Run notebooks where they stand, for a commit: their outputs then come from one run of the code as it is now.
+"""Run notebooks in place for a commit, so that each one's outputs come from one run of the current code.
 
     python -m labs.kit.rerun                        # all of notebooks/
     python -m labs.kit.rerun 03_dataparallel_vs_ddp
-    python -m labs.kit.rerun --stale                # those whose cells or code have changed since they were run
+    python -m labs.kit.rerun --stale                # only if its cells or code have changed since its last run
 
-Measures, so nothing else should run on the machine. A notebook that fails is left as it was. Each carries in its
-metadata what it was run with; `stale` compares. What its claims were judged by goes to
-records/. Exit code: 0 all ran, 1 a notebook failed, 2 bad input.
+This measures, so run nothing else on the machine. A notebook that fails stays as it was. A notebook's metadata says
+which cells and code it was run with; --stale compares them. The evidence for its claims goes to records/.
+Exit code: 0 all ran, 1 a notebook failed, 2 bad input.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ STAMP = "course_run"
 
 
 def stamp(path: Path) -> dict[str, Any]:
-    """What a notebook's outputs depend on, now: its cells and the code that they run, and where and when that is."""
+    """Return what a notebook's outputs depend on: its cells, the code they run, the machine and the time."""
     here = provenance()
     where = {k: here[k] for k in ("cpu", "cores", "gpus", "utc", "torch", "python") if k in here}
     return {"cells": fingerprint.notebook(path), "code": fingerprint.code_behind(path), **where}
 
 
 def stale(path: Path) -> str:
-    """Why a notebook's outputs are not those of its cells and of the code in this repository; "" if they are."""
+    """Return why a notebook's outputs don't match its cells and this repository's code; "" if they do."""
     kept = nbformat.read(path, as_version=4).metadata.get(STAMP)
     if kept is None:
         return "it does not say which code its outputs came from"
@@ -48,20 +48,20 @@ def stale(path: Path) -> str:
 
 
 def rerun(path: Path) -> None:
-    """Run all cells in the notebook's folder and write it back, stamped.
+    """Run all cells in the notebook's folder and write the notebook back with its stamp.
 
-    Raises what the failing cell raised, as nbclient's CellExecutionError; the file is then as it was.
+    Raises nbclient's CellExecutionError if a cell fails; the file then stays as it was.
     """
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor, ExecutePreprocessor
 
     notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
     runner = ExecutePreprocessor(timeout=timeouts.CELL_S, kernel_name="python3", record_timing=False)
     with tempfile.TemporaryDirectory(prefix="labs-evidence-") as folder:
-        os.environ.update({evidence.FOLDER: folder, "COURSE_NOTEBOOK": path.name})  # a kernel inherits them
+        os.environ.update({evidence.FOLDER: folder, "COURSE_NOTEBOOK": path.name})  # inherited by the kernel
         runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
         for kept in Path(folder).iterdir():
             write_atomic(evidence.RECORDED / kept.name, kept.read_text(encoding="utf-8"))
-    CoalesceStreamsPreprocessor().preprocess(notebook, {})  # what is printed comes in parts, more on a slower machine
+    CoalesceStreamsPreprocessor().preprocess(notebook, {})  # printed text arrives in parts, more on a slow machine
     notebook.metadata[STAMP] = run_with
     write_atomic(path, nbformat.writes(notebook) + "\n")
 
@@ -94,7 +94,7 @@ def _one(path: Path) -> bool:
     start = time.perf_counter()
     try:
         rerun(path)
-    except Exception as e:  # a cell's error, or a kernel that died: the next notebook may run
+    except Exception as e:  # a cell's error, or a kernel that died: continue with the next notebook
         print(f"{path.stem}: failed, and left as it was\n{e}", file=sys.stderr)
         return False
     print(f"{path.stem}: run in {time.perf_counter() - start:.0f} s, {path.stat().st_size / 1000:.0f} KB", flush=True)

@@ -1,10 +1,10 @@
-"""A room: a shared folder in which learners keep what they measured, predicted and solved, for their instructor.
+"""A room: a shared folder that collects learners' measurements, predictions and solutions for their instructor.
 
     COURSE_ROOM=/shared/room COURSE_NAME=Ada make lab         # the learner's choice
     python -m labs.classroom /shared/room                     # the instructor's page
 
 Without COURSE_ROOM nothing is written. With it, a room that is full, read-only, missing or slow costs one line on
-stderr and half a second per session, never a cell: files are written by a thread that no cell waits for.
+stderr and half a second per session, but never a cell: a background thread writes the files.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from labs.kit.record import Record, Records, plain, write_atomic
 
 ROOM, NAME = "COURSE_ROOM", "COURSE_NAME"
 REVEALED = "revealed.json"
-WAIT_S, PATIENCE = 0.5, 2  # seconds a cell waits for the share, and how often in one session
-READ_S = 2.0  # that whoever asks for a folder or a solution waits
-SLOW_S = 5.0  # without an answer, after which the learner is told
-FLUSH_S = 3.0  # that a kernel which ends waits for what is not written yet
-MAX_PENDING = 200  # files held in memory while the share does not answer
+WAIT_S, PATIENCE = 0.5, 2  # seconds a cell waits for the share, and how often per session
+READ_S = 2.0  # wait for a folder or a solution
+SLOW_S = 5.0  # without an answer, after which the learner gets a warning
+FLUSH_S = 3.0  # wait for unwritten files when a kernel ends
+MAX_PENDING = 200  # files held in memory while the share doesn't answer
 
 
 def own_folder() -> Path | None:
-    """COURSE_ROOM/<name>, made if missing; None without a room or, after one warning line, with one that fails."""
+    """Return COURSE_ROOM/<name>, made if missing; None without a room or, after one warning, if the room fails."""
     here = _session()
     return here.folder if here and here.in_time(here.make_folder, READ_S) else None
 
 
 def keep_records(records: Iterable[Record]) -> None:
-    """Keep the records of one launch as a file of their own."""
+    """Save the records of one launch as a separate file."""
     here, kept = _session(), Records(records)
     if here and kept:
         here.write(f"{safe_name(kept[0].lab)}-{here.token}-{next(here.count)}.jsonl", lambda: "".join(kept.lines()))
@@ -64,7 +64,7 @@ def keep_prediction(
     high: float | None = None,
     kind: str = "measured",
 ) -> None:
-    """Keep a prediction and, once it is known, what was found and its interval, all in `unit`; NaN is no prediction."""
+    """Save a prediction and, once known, the result and its interval, all in `unit`. NaN means no prediction."""
     numbers = {"predicted": predicted, "value": value, "low": low, "high": high}
     finite = {k: None if v is None or not math.isfinite(v) else float(v) for k, v in numbers.items()}
     notebook = Path(os.environ.get("JPY_SESSION_NAME", "")).stem or None  # set by Jupyter's server
@@ -72,23 +72,23 @@ def keep_prediction(
 
 
 def keep_outcome(exercise_id: str, state: str, feedback: str = "") -> None:
-    """Keep the outcome of one check: "to do", "passed" or "not yet", and the first line of what went wrong."""
+    """Save the outcome of one check: "to do", "passed" or "not yet", and the first line of the feedback."""
     _keep("outcomes", {"exercise": exercise_id, "state": state, "feedback": feedback.partition("\n")[0]})
 
 
 def revealed(exercise_id: str) -> bool:
-    """True without a room, and where the instructor has revealed this solution. A courtesy, not a lock."""
+    """Return True without a room, or if the instructor has revealed this solution. A courtesy, not a lock."""
     here = _session()
     return here is None or not here.in_time(here.read_revealed, READ_S) or matches(exercise_id, here.patterns)
 
 
 def matches(exercise_id: str, patterns: Iterable[str]) -> bool:
-    """Whether "03.1" is among patterns such as "03.1", "03.*" or "all"."""
+    """Return whether "03.1" matches one of the patterns, such as "03.1", "03.*" or "all"."""
     return any(p == "all" or fnmatch.fnmatchcase(exercise_id, p) for p in patterns)
 
 
 def revealed_patterns(room: Path) -> list[str]:
-    """What the instructor has revealed in this room. ValueError if the file is no such list."""
+    """Return what the instructor has revealed in this room. ValueError if the file isn't a valid list."""
     try:
         given = json.loads((room / REVEALED).read_bytes())["revealed"]
     except FileNotFoundError:
@@ -101,13 +101,13 @@ def revealed_patterns(room: Path) -> list[str]:
 
 
 def safe_name(text: str) -> str:
-    """`text` as the name of a file: letters, digits and . @ + - _, at most 80 bytes."""
+    """Return `text` as a file name: letters, digits and . @ + - _, at most 80 bytes."""
     clean = re.sub(r"[^\w.@+-]+", "_", text).encode()[:80].decode(errors="ignore").strip("._")
     return clean or "learner"
 
 
 def _keep(topic: str, row: dict[str, Any]) -> None:
-    """One file per topic and kernel, written anew each time: two kernels of a learner never share a file."""
+    """Rewrite the file of one topic and kernel. Two kernels of a learner never share a file."""
     here = _session()
     if here is None:
         return
@@ -121,12 +121,12 @@ def _keep(topic: str, row: dict[str, Any]) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    """As much of a provenance as is known without `import torch`, which takes seconds."""
+    """Return as much of the provenance as is known without `import torch`, which takes seconds."""
     return {**hardware.summary(), "torch": importlib.metadata.version("torch")}
 
 
 def _session() -> _Session | None:
-    """This process's session in the room of the environment. A forked child has its own, not its parent's threads."""
+    """Return this process's session in the room of the environment. A forked child has its own, with its own thread."""
     room = os.environ.get(ROOM, "").strip()
     return _session_in(room, os.environ.get(NAME, "").strip(), os.getpid()) if room else None
 
@@ -161,7 +161,7 @@ class _Session:
         atexit.register(self._flush)
 
     def write(self, name: str, text: Callable[[], str]) -> None:
-        """Write own file `name` soon, and with it what could not be written before."""
+        """Write file `name` in the background, and with it any that couldn't be written before."""
         with self.lock:
             self.pending[name] = text
             while len(self.pending) > MAX_PENDING:
@@ -169,9 +169,9 @@ class _Session:
         self.in_time(self._write_pending)
 
     def in_time(self, work: Callable[[], None], wait_s: float | None = None) -> bool:
-        """Do `work` in a thread; True if it was done in time. What went wrong is told once.
+        """Do `work` in a thread; return whether it was done in time. Prints a problem only once.
 
-        `wait_s` None is that of a cell which writes: WAIT_S, and nothing once that was too short for PATIENCE times.
+        `wait_s` None is for a cell that writes: it waits WAIT_S, and no longer at all after PATIENCE timeouts.
         """
         patient = self.patience > 0 or wait_s is not None
         if not self._free(wait_s or WAIT_S * patient):
@@ -192,7 +192,7 @@ class _Session:
         return not self.problem
 
     def _free(self, wait_s: float) -> bool:
-        """Wait for the thread; True if it has ended."""
+        """Wait for the thread; return whether it has ended."""
         if self.thread is not None:
             self.thread.join(wait_s)
         if self.thread is None or not self.thread.is_alive():
@@ -207,7 +207,7 @@ class _Session:
         return False
 
     def make_folder(self) -> None:
-        """The learner's folder. The room itself is never made: a share that is not mounted would go unnoticed."""
+        """Make the learner's folder, but not the room: that would hide a share that isn't mounted."""
         if not self.room.is_absolute():
             raise ValueError(f"{self.room} is no absolute path, such as /shared/room")
         if not self.room.is_dir():
@@ -215,7 +215,7 @@ class _Session:
         self.folder.mkdir(exist_ok=True)
 
     def read_revealed(self) -> None:
-        """Read `patterns`; a list that cannot be understood reveals nothing."""
+        """Read `patterns`; an invalid list reveals nothing."""
         self.make_folder()
         self.patterns = []
         with contextlib.suppress(ValueError):
@@ -248,7 +248,7 @@ class _Session:
             print(line, file=sys.stderr, flush=True)
 
     def _flush(self) -> None:
-        """At the end, wait a little for what is not kept, then leave the thread: the share may never answer."""
+        """At exit, wait a little for unwritten files, then abandon the thread: the share may never answer."""
         if not self.pending or self.thread is None or os.getpid() != self.pid:
             return
         self.thread.join(FLUSH_S)

@@ -1,9 +1,9 @@
-"""How often does an experiment give the same answer?
+"""Count how often an experiment gives the same answer.
 
     python -m labs.kit.stability ddp_speedup --runs 20 --model mlp
 
-Runs the experiment that often, with its own options, and counts the categories that its `category(records)` returns.
-A round of a notebook decides if one category comes in at least 18 of 20 runs on two ordinary cores.
+Runs the experiment with its own options and counts the categories that its `category(records)` returns. A notebook's
+round is decisive if at least 18 of 20 runs on two ordinary cores give the same category.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROG = "python -m labs.kit.stability"
 
 
 def categories(lab: str, nproc: int, runs: int, values: dict[str, Any]) -> Iterator[str]:
-    """The category of each of `runs` launches of `lab`."""
+    """Yield the category of each of `runs` launches of `lab`."""
     for _ in range(runs):
         yield lab_module(lab).category(launch(lab, nproc, **values))
 

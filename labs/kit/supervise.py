@@ -7,16 +7,16 @@
 
     python -I -S supervise.py FOLDER PID [MARK PLACE]        # a watcher: this module starts it, you never do
 
-A watcher waits, without using any processor time, for its standard input to end or for process PID to exit. Whatever
-the cause (restart, SIGKILL, memory exhausted), it then kills what is announced in FOLDER and removes the folder.
+A watcher waits, using no CPU time, until its standard input ends or process PID exits. Whatever the cause (restart,
+SIGKILL, out of memory), it then kills what is announced in FOLDER and removes the folder.
 
-Announcements are empty files `server-<pid>` or `rank-<name>-<pid>`. Each names a process group: a rank together with
-its DataLoader workers, also stopped ones and ones that hang in a collective. One that finds the folder gone exits.
-So once the announcements and then the folder have been removed, everything has been killed, however the two race.
-Should the watcher be killed together with PID, the system does its work on Linux: see `end_with_parent`.
+Announcements are empty files `server-<pid>` or `rank-<name>-<pid>`. Each names a process group: a rank with its
+DataLoader workers, even if stopped or hanging in a collective. A process that finds the folder gone exits. So once the
+announcements and then the folder are removed, everything has been killed, whichever comes first. If the watcher is
+killed together with PID, the system does its work on Linux: see `end_with_parent`.
 
-Standard library only, psutil for the doctor's part aside: a watcher starts in some 20 ms and takes 8 MB, and a fork
-server imports this module before torch.
+Needs only the standard library, except psutil for the doctor's part. So a watcher starts in about 20 ms and takes 8 MB,
+and a fork server can import this module before torch.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
     import psutil
 
-LAUNCHER = "LABS_LAUNCHER_PID"  # names the process with which a fork server ends
-ANNOUNCE = "LABS_ANNOUNCE"  # names the watched folder in which a process announces itself: see `hold`
-MARK = "LABS_DOCTOR_RUN"  # in the environment of all that belongs to one run of the doctor: see `family`
-SERVER = "forkserver"  # in its command line; one that was forked from a launcher has this as its name
+LAUNCHER = "LABS_LAUNCHER_PID"  # the process with which a fork server ends
+ANNOUNCE = "LABS_ANNOUNCE"  # the watched folder in which a process announces itself: see `hold`
+MARK = "LABS_DOCTOR_RUN"  # in the environment of all processes of one run of the doctor: see `family`
+SERVER = "forkserver"  # in its command line; the process name of one that was forked from a launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHARED_MEMORY = Path("/dev/shm")  # Linux; on macOS a semaphore has no file
 SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a rank's own sockets take 40
 
 _starter = {"pid": os.getppid()}
-"""Who started or forked this process; noted at once, since the system forgets a parent that dies."""
+"""The process that started or forked this one. Read at import, because the system forgets a parent that dies."""
 os.register_at_fork(
     before=lambda: _starter.update(next=os.getpid()), after_in_child=lambda: _starter.update(pid=_starter["next"])
 )
 
 
-# What a caller uses
+# For callers
 
 
 @contextlib.contextmanager
 def started(
     command: Sequence[str], *, root: Path | None = None, name: str = "0", grace_s: float = 0.0, **options: Any
 ) -> Iterator[subprocess.Popen]:
-    """A command in a session of its own; `options` as in subprocess.Popen. At the end of the block its group is killed.
+    """Start a command in a new session and kill its group at the end of the block. `options` as in subprocess.Popen.
 
-    `grace_s`: the time that it has after a SIGTERM. Announced in `root`, a folder of `watched_folder`, it is also
-    killed when this process dies.
+    After a SIGTERM, it has `grace_s` seconds. If announced in `root`, a folder from `watched_folder`, it is also killed
+    when this process dies.
     """
     process = start(command, **options)
     announcement = None if root is None else root / f"rank-{name}-{process.pid}"
@@ -84,12 +84,12 @@ def started(
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen:
-    """A command in a session of its own, for a caller that ends it by itself: `started` is safer."""
+    """Start a command in a new session, for a caller that ends it itself. `started` is safer."""
     return subprocess.Popen(command, start_new_session=True, **options)
 
 
 def stop(process: subprocess.Popen, grace_s: float = 0.0) -> None:
-    """SIGTERM to a process, `grace_s` seconds, then SIGKILL to the group that it leads. Returns when it is gone."""
+    """Send SIGTERM, wait `grace_s` seconds, then SIGKILL the process's group. Returns when the process is gone."""
     if grace_s and process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -101,7 +101,7 @@ def stop(process: subprocess.Popen, grace_s: float = 0.0) -> None:
 def run(
     command: Sequence[str], limit_s: float, grace_s: float = 0.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command: its output, and its exit code, or None if it was ended after `limit_s`. Its group ends with it."""
+    """Run a command; return its output and exit code (None if it was ended after `limit_s`). Its group ends with it."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, watched_folder() as root:
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err} | options
         with started(command, root=root, grace_s=grace_s, **streams) as process:
@@ -117,9 +117,9 @@ def run(
 
 @contextlib.contextmanager
 def forked(function: Callable[..., None], *args: Any, method: str = "fork") -> Iterator[BaseProcess]:
-    """A child that runs `function(*args)` and leads a group, which is killed at the end of the block.
+    """Start a child that runs `function(*args)` and leads a group, which is killed at the end of the block.
 
-    On Linux the child also dies with the thread that started it; `method="forkserver"`: with the fork server.
+    On Linux, the child also dies with the thread that started it, or with `method="forkserver"`, with the fork server.
     """
     import multiprocessing
 
@@ -130,15 +130,15 @@ def forked(function: Callable[..., None], *args: Any, method: str = "fork") -> I
         yield child
     finally:
         kill_group(child.pid)
-        child.kill()  # it may have no group yet
+        child.kill()  # it may not lead a group yet
         child.join()
 
 
 @contextlib.contextmanager
 def main_left_alone() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every child: a child gets all it needs pickled.
+    """Keep multiprocessing from running the caller's script again in every child, which gets all it needs pickled.
 
-    By this name multiprocessing knows a main module that is not to be imported.
+    multiprocessing doesn't import a main module with this spec.
     """
     main = sys.modules["__main__"]
     before = main.__spec__
@@ -157,10 +157,10 @@ def _lead(function: Callable[..., None], args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched_folder(parent: Path | None = None, sockets: bool = False) -> Iterator[Path]:
-    """A new folder, removed at the end of the block, or when this process dies, also by SIGKILL.
+    """Make a folder that is removed at the end of the block or when this process dies, even by SIGKILL.
 
-    Processes announced in it or in a folder `run-*` of it are killed then. With `sockets` its path is short, since the
-    system limits a socket's.
+    Processes announced in it, or in a folder `run-*` of it, are killed at that time. With `sockets`, its path is short,
+    because the system limits the length of a socket's path.
     """
     if sockets and len(os.fsencode(tempfile.gettempdir())) >= SOCKET_PATH_LIMIT:
         parent = Path("/tmp")
@@ -169,16 +169,16 @@ def watched_folder(parent: Path | None = None, sockets: bool = False) -> Iterato
     try:
         yield root
     finally:
-        watcher.stdin.close()  # it kills and removes now
+        watcher.stdin.close()  # now it kills and removes
         watcher.wait(timeout=30)
 
 
 def start_watcher(root: Path, owner: int | None = None, mark: str = "", place: int = 0) -> subprocess.Popen:
-    """Let a watcher guard `root` until its standard input is closed or process `owner` (default: this one) ends.
+    """Start a watcher that guards `root` until its standard input closes or process `owner` (default: this one) ends.
 
-    `mark`: it also ends all processes with this mark, and removes the folder only if it is the last one there.
+    With `mark`, it also ends all processes with this mark, and removes the folder only if it is the last one there.
     """
-    flags = ["-I"] if mark else ["-I", "-S"]  # psutil is among the packages that -S leaves out
+    flags = ["-I"] if mark else ["-I", "-S"]  # -S would hide psutil
     extra = [mark, str(place)] if mark else []
     return subprocess.Popen(
         [sys.executable, *flags, __file__, str(root), str(owner or os.getpid()), *extra],
@@ -191,7 +191,7 @@ def start_watcher(root: Path, owner: int | None = None, mark: str = "", place: i
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a process group. One that is gone, or on macOS holds only zombies, needs nothing."""
+    """SIGKILL a process group. Ignores one that is gone or, on macOS, holds only zombies."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -204,7 +204,7 @@ def kill(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Kill all that is announced in `folder` and remove it, with what announces itself meanwhile."""
+    """Kill everything announced in `folder`, including what announces itself meanwhile, and remove the folder."""
     for _ in range(200):
         kill(folder)
         try:
@@ -214,7 +214,7 @@ def clear(folder: Path) -> None:
             folder.rmdir()
         except FileNotFoundError:
             return
-        except OSError:  # not empty: a rank was faster (or, on NFS, still has a file open), so once more
+        except OSError:  # not empty: a rank was faster (or still has a file open on NFS), so try again
             time.sleep(0.01)
 
 
@@ -225,17 +225,17 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# In a process that was started
+# For processes that were started
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Be killed when process `parent` dies (Linux); exit at once if it is not, or no longer, our parent.
+    """Have the kernel kill this process when `parent` dies (Linux). Exit at once if `parent` isn't our parent any more.
 
-    Default: who started or forked us. It must have done so in a thread that lives as long as it does: to the kernel,
-    the end of that thread is the end of the parent.
+    Default: the process that started or forked us. It must have done so in a thread that lives as long as itself,
+    because the kernel treats the end of that thread as the end of the parent.
     """
     if sys.platform == "linux":
-        import ctypes  # here: the watcher itself needs none
+        import ctypes  # here, because the watcher doesn't need it
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -244,15 +244,15 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def hold(name: str) -> None:
-    """Announce this process as `name` in the folder that ANNOUNCE names, if any, and be killed when its parent dies."""
+    """Announce this process as `name` in the folder named by ANNOUNCE, if any, and end it when its parent dies."""
     if folder := os.environ.get(ANNOUNCE):
         announce(Path(folder), name)
     end_with_parent()
 
 
 def announce(folder: Path, name: str) -> None:
-    """Lead a process group and announce it in `folder`. Exits if the folder is gone: the run was stopped meanwhile."""
-    with contextlib.suppress(PermissionError):  # we lead a group already
+    """Lead a process group and announce it in `folder`. Exits if the folder is gone, as the run was stopped."""
+    with contextlib.suppress(PermissionError):  # we already lead a group
         os.setsid()
     try:
         (folder / f"rank-{name}-{os.getpid()}").touch()
@@ -260,24 +260,24 @@ def announce(folder: Path, name: str) -> None:
         os._exit(1)
 
 
-# All that a user's script has started, in whatever session: found by a mark in its environment
+# Everything that a user's script has started, in any session, found by a mark in its environment
 
 CLEANERS = ("resource_tracker", "torch_shm_manager")
-"""They remove shared memory and semaphores when all others have ended, and end by themselves."""
+"""They remove shared memory and semaphores after all others have ended, and end by themselves."""
 GRACE_S, MOST_S, POLL_S = 3.0, 10.0, 0.05
 
 
 def family(mark: str) -> list[psutil.Process]:
-    """Living processes that carry `mark` in MARK, are in the session of one that does, or come from one.
+    """Return living processes that have `mark` in MARK, are in the session of one that does, or descend from one.
 
-    A process that has emptied its environment, made a session of its own and lost its parent is not found.
+    Misses a process that emptied its environment, started a new session and lost its parent.
     """
     import psutil
 
     def carries(process: psutil.Process) -> bool:
         try:
             return process.environ().get(MARK) == mark
-        except (psutil.Error, OSError):  # gone, or not ours
+        except (psutil.Error, OSError):  # it is gone, or not ours
             return False
 
     marked = [p for p in psutil.process_iter() if p.pid != os.getpid() and carries(p)]
@@ -309,7 +309,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def end_family(mark: str, grace_s: float = GRACE_S) -> None:
-    """SIGTERM to all of the family, then SIGKILL; cleaners come last. None is left, unless the system keeps it."""
+    """SIGTERM the whole family, then SIGKILL it, cleaners last. Leaves none, unless the system keeps it."""
     _send(family(mark), signal.SIGTERM)
     _wait(mark, grace_s, cleaners=False)
     until = time.monotonic() + MOST_S
@@ -334,7 +334,7 @@ def _is_cleaner(process: psutil.Process) -> bool:
 
 
 def _send(processes: list[psutil.Process], signum: int) -> int:
-    """To how many."""
+    """Send a signal; return to how many processes."""
     import psutil
 
     for process in processes:
@@ -344,22 +344,22 @@ def _send(processes: list[psutil.Process], signum: int) -> int:
 
 
 def _wait(mark: str, seconds: float, *, cleaners: bool) -> None:
-    """Until no process is left; `cleaners` or not."""
+    """Wait until no process is left, or with `cleaners` False, none but cleaners."""
     until = time.monotonic() + seconds
     while (left := family(mark)) and (cleaners or _workers(left)) and time.monotonic() < until:
         time.sleep(POLL_S)
 
 
-# A folder that the doctors of this machine's ranks share
+# A folder shared by the doctors of this machine's ranks
 
 
 def join(folder: Path, place: int) -> None:
-    """This process is at work in `folder`, for rank `place` of this machine."""
+    """Register this process in `folder`, for rank `place` of this machine."""
     (folder / f"doctor-{place}").write_text(str(os.getpid()))
 
 
 def is_at_work(folder: Path, place: int) -> bool | None:
-    """Whether rank `place` is at work in `folder`; None if it has not come yet."""
+    """Return whether rank `place` is at work in `folder`; None if it hasn't joined yet."""
     import psutil
 
     pid = _joined(folder / f"doctor-{place}")
@@ -367,13 +367,13 @@ def is_at_work(folder: Path, place: int) -> bool | None:
 
 
 def at_work(folder: Path) -> dict[int, int]:
-    """Process ids of those at work in `folder`, by place."""
+    """Return the process ids of those at work in `folder`, by place."""
     pids = {int(path.name.rpartition("-")[2]): _joined(path) for path in folder.glob("doctor-*")}
     return {place: pid for place, pid in pids.items() if pid is not None}
 
 
 def leave(folder: Path, place: int) -> None:
-    """The last one to leave removes the folder."""
+    """Leave the folder, and remove it if nobody else is at work in it."""
     import psutil
 
     (folder / f"doctor-{place}").unlink(missing_ok=True)
@@ -388,16 +388,16 @@ def _joined(path: Path) -> int | None:
         return None
 
 
-# The watcher's own process
+# The watcher's process
 
 
 def _wait_for_end(owner: int) -> bool:
-    """Wait until the owner has said or closed something on our standard input, or is gone; whether it is gone.
+    """Wait until the owner writes to or closes our standard input, or is gone. Return whether it is gone.
 
-    A child that the owner forked holds the pipe open for as long as it lives: hence the pid as well.
+    The pid is needed because a child that the owner forked keeps the pipe open.
     """
     waiting = [sys.stdin.fileno()]
-    if hasattr(os, "pidfd_open"):  # Linux 5.3; elsewhere the pipe must do
+    if hasattr(os, "pidfd_open"):  # Linux 5.3; elsewhere there is only the pipe
         with contextlib.suppress(OSError):
             waiting.append(os.pidfd_open(owner))
     ready = waiting[1:]
@@ -407,16 +407,16 @@ def _wait_for_end(owner: int) -> bool:
 
 
 def _kill_server(pid: int) -> None:
-    """It ends by itself when nobody can talk to it any more, but not while it is still loading torch."""
+    """Kill a fork server. It ends by itself when nobody can talk to it, but not while it is still loading torch."""
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
         known = (process / "cmdline", process / "comm")
         if not process.parent.exists() or any(SERVER.encode() in f.read_bytes() for f in known):
-            os.kill(pid, signal.SIGKILL)  # else the pid was used again
+            os.kill(pid, signal.SIGKILL)  # otherwise the pid was reused
 
 
 def _remove_semaphores(prefix: str) -> None:
-    """Those that are left after a second: multiprocessing's resource tracker removes them, unless it was killed."""
+    """Remove semaphores still there after a second: the resource tracker removes them, unless it was killed."""
     until = time.monotonic() + 1.0
     while (left := list(SHARED_MEMORY.glob(f"sem.{prefix}-*"))) and time.monotonic() < until:
         time.sleep(0.05)
@@ -425,7 +425,7 @@ def _remove_semaphores(prefix: str) -> None:
 
 
 def main() -> None:
-    """Wait, then kill and remove everything."""
+    """Wait for the owner to end, then kill and remove everything."""
     root, owner, *marked = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if marked else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
@@ -438,7 +438,7 @@ def main() -> None:
         _kill_server(int(announcement.name.rpartition("-")[2]))
     for folder in (*root.glob("run-*"), root):
         clear(folder)
-    if died:  # one that lives removes its own
+    if died:  # a living owner removes its own semaphores
         _remove_semaphores(root.name)
 
 

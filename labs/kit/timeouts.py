@@ -1,14 +1,14 @@
-"""How long things may take before they are stopped, in seconds: the course's one table.
+"""The course's timeouts, in seconds.
 
-Each is a multiple of what is usual, since a busy machine is several times slower.
+Each is several times the usual duration, because a busy machine is that much slower.
 """
 
 LAUNCH_S = 240.0  # a launch from a notebook, from start to end
-COMMAND_S = 600.0  # the same from a shell; and a collective
+COMMAND_S = 600.0  # a launch from a shell; also a collective
 FUNCTION_S = 90.0  # `run_on_ranks`, also within an exercise
-EXERCISE_S = 120.0  # a learner's answer, with all the ranks that it is tried on
-CELL_S = 300.0  # a cell of a notebook that `make course` or `make notebooks` runs
-BLOCK_S = 120.0  # a block of steps of a script that takes turns with others
+EXERCISE_S = 120.0  # a learner's answer, on all the ranks that try it
+CELL_S = 300.0  # a notebook cell run by `make course` or `make notebooks`
+BLOCK_S = 120.0  # a block of steps of a script that is interleaved with others
 DOCTOR_S = 200.0  # one run of the doctor on a sample script
 IMPORT_S = 90.0  # until a new process has loaded torch
 CHILD_S = 60.0  # a process that an experiment starts, and what it waits for there
