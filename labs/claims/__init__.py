@@ -1,4 +1,4 @@
-"""Verdicts on the articles' claims, a module per notebook: named functions that read the notebook's records.
+"""Verdicts on the articles' claims: a module per notebook, with named functions that read the notebook's records.
 
-`python -m labs.claims` prints all of them. A notebook whose module is not here yet has it in labs/chapters.
+`python -m labs.claims` prints them all. Some notebooks still have their verdicts in labs/chapters.
 """

@@ -1,11 +1,12 @@
-"""What five articles claim, and what this course found: all verdicts, one claim's sheet, or its launches once more.
+"""What five articles claim, and what this course found: print all verdicts or one claim's sheet, or repeat its
+launches.
 
 python -m labs.claims                                  # every claim, by the recorded evidence
 python -m labs.claims --article C --subject precision --verdict "does not hold"
 python -m labs.claims C16                              # one claim: what decided it, what would change it
-python -m labs.claims C16 --again                      # run what decided it on this machine, and judge anew
+python -m labs.claims C16 --again                      # repeat what decided it on this machine, and judge that
 python -m labs.claims --own                            # by what the notebooks measured on this machine
-python -m labs.claims C16 --evidence FILE ...          # by records of your own: a lab's --out FILE
+python -m labs.claims C16 --evidence FILE ...          # by your own records: a lab's --out FILE
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ def one(args: argparse.Namespace) -> int:
 
 
 def given(args: argparse.Namespace) -> Records:
-    """The records of the files that --evidence names."""
+    """Return the records of the files named by --evidence."""
     return sum((load(p) for p in args.evidence), Records())
 
 
 def many(args: argparse.Namespace) -> int:
-    """Print all claims that are asked for."""
+    """Print all claims that match the options."""
     if args.again:
         raise BadInput("--again needs a claim, for example C16")
     if args.notebook and not claims(args.notebook):

@@ -1,4 +1,4 @@
-"""Verdicts on claims about installing a torch with CUDA: this torch, and all-reduces between GPUs."""
+"""Verdicts of notebook 00 on installing torch with CUDA: this torch build, and all-reduces between GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labs.kit.record import Records
 
 @verdict("A22")
 def a22_nccl_and_cuda_must_be_installed(records: Records) -> Verdict:
-    """Whether GPUs all-reduce with what PyTorch's own packages bring."""
+    """Refuted if GPUs all-reduce correctly with only what PyTorch's own packages bring."""
     found = records.where("all_reduce_error")
     errors = [r.value for r in found if r.layout["world_size"] > 1 and r.layout["backend"].endswith("nccl")]
     if not errors:
@@ -25,7 +25,7 @@ def a22_nccl_and_cuda_must_be_installed(records: Records) -> Verdict:
 
 @verdict("D29")
 def d29_nccl_must_be_installed(records: Records) -> Verdict:
-    """Whether this torch has an NCCL inside."""
+    """Refuted if this torch contains NCCL."""
     here = hardware.build()
     if here["nccl"]:
         return Verdict("does not hold", f"This torch uses NCCL {here['nccl']} from its own packages.", "")

@@ -1,4 +1,4 @@
-"""Verdicts of notebook 01: timing, measure_validation and batch_size against the articles' claims."""
+"""Verdicts of notebook 01, from records of timing, measure_validation and batch_size."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from labs.kit.record import Records
 
 
 def _repaired(records: Records, rung: str, before: str) -> tuple[Estimate, str]:
-    """The loop's answer after a repair over the answer before it, and the model."""
+    """Return the ratio of the loop's answer after a repair to the one before it, and the model."""
     run = last(records, "timing", "answer_s", rung=rung)
     return ratio(run.one("answer_s", rung=rung), run.one("answer_s", rung=before)), model_of(run)
 
 
 @verdict("C07")
 def c07_the_clock_may_start_at_once(records: Records) -> Verdict:
-    """A warm-up before the clock must not change the answer."""
+    """Holds if a warm-up before the clock doesn't change the answer."""
     found, model = _repaired(records, "warm up", "synchronise")
     return judged([within(found)], [differs(found)], f"a warm-up before it changes the answer: {found} ({model})")
 
 
 @verdict("C08")
 def c08_data_may_be_made_inside_the_loop(records: Records) -> Verdict:
-    """Data made before the clock must not change the answer. It never fails: some pipelines do make data so."""
+    """Holds if making data before the clock doesn't change the answer. Never refuted: some pipelines load in the loop."""
     found, model = _repaired(records, "synchronise", "as printed")
     because = f"data made before the clock, and a wait, make the answer {found} ({model})"
     return Verdict("holds", because) if within(found) else depends(differs(found), because)
@@ -31,7 +31,7 @@ def c08_data_may_be_made_inside_the_loop(records: Records) -> Verdict:
 
 @verdict("C10")
 def c10_throughput_is_a_core_metric(records: Records) -> Verdict:
-    """The batch with the shortest step must have fewer samples per second than the best."""
+    """Holds if the batch with the shortest step has fewer samples per second than the best batch."""
     rates = batch_size.rates(last(records, "batch_size", "step_s", mode="single"))
     shortest = min(rates, key=lambda b: estimate([b / r for r in rates[b]]).value)
     best = max(rates, key=lambda b: estimate(rates[b]).value)
@@ -57,7 +57,7 @@ def c15_batch_32_to_256_shows_it(records: Records) -> Verdict:
 
 @verdict("C22")
 def c22_the_method_is_complete(records: Records) -> Verdict:
-    """Something that the method lacks must change an answer: a warm-up, or taking turns."""
+    """Refuted if something that the method lacks changes an answer: a warm-up, or interleaving."""
     warm, model = _repaired(records, "warm up", "synchronise")
     orders = measure_validation.same_code(last(records, "measure_validation", "step_s", part="neighbour"))
     blocks, turns = (orders[order] for order in measure_validation.ORDERS)
@@ -70,7 +70,7 @@ def c22_the_method_is_complete(records: Records) -> Verdict:
 
 @verdict("E23")
 def e23_a_larger_batch_is_more_efficient(records: Records) -> Verdict:
-    """DDP's efficiency and the bytes of activations, smallest batch against largest."""
+    """Holds if DDP's efficiency and the activation bytes both grow from the smallest batch to the largest."""
     run = last(records, "batch_size", "step_s", mode="ddp")
     found, ranks = batch_size.speedups(run), run[0].layout["world_size"]
     small, large = min(found), max(found)

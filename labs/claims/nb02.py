@@ -1,4 +1,4 @@
-"""Verdicts of notebook 02: dataloader and loader_workers against the articles' claims on data loading."""
+"""Verdicts of notebook 02 on data loading, from records of dataloader and loader_workers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import Records
 
 WAITS = 0.05
-"""Share of the time from which on a loop waits for data."""
+"""Share of its time above which a loop counts as waiting for data."""
 
 
 def _run(records: Records) -> Records:
-    """The last launch of labs.dataloader that has all its arms."""
+    """Return the last launch of labs.dataloader that has all its arms."""
     return last(records, "dataloader", "wait_share", way="both", step="sleeps")
 
 
@@ -25,7 +25,7 @@ def _workers(run: Records) -> int:
 
 @verdict("A33")
 def a33_a_slow_loader_lets_the_model_wait(records: Records) -> Verdict:
-    """Where the loader alone is slower than the model alone, the loop must wait."""
+    """Holds if the loop waits wherever the loader alone is slower than the model alone."""
     run = _run(records)
     model = run.one("images_per_s", way="model")
     idle, busy, said = [], [], []
@@ -44,7 +44,7 @@ def a33_a_slow_loader_lets_the_model_wait(records: Records) -> Verdict:
 
 @verdict("D23")
 def d23_workers_are_the_cure(records: Records) -> Verdict:
-    """A loop that waits without workers must train faster with them."""
+    """Holds if a loop that waits without workers trains faster with them."""
     run = _run(records)
     share, n = _waits(run, 0), _workers(run)
     gain = paired_ratio(*(run.one("images_per_s", way="both", workers=w, step="computes").samples for w in (n, 0)))
@@ -57,7 +57,7 @@ def d23_workers_are_the_cure(records: Records) -> Verdict:
 
 @verdict("E06")
 def e06_workers_load_in_parallel_and_cut_waiting(records: Records) -> Verdict:
-    """Two workers must load more than one, whatever items do, and the loop must wait less than without workers."""
+    """Holds if two workers load more than one for every kind of item, and the loop waits less than without workers."""
     run, alone = _run(records), last(records, "loader_workers", "model_share")
     gains = {
         items: paired_ratio(*(alone.one("model_share", items=items, workers=n).samples for n in (2, 1)))

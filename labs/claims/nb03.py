@@ -1,4 +1,4 @@
-"""Verdicts of notebook 03: data_parallel, speedup_map and ddp_bugs against the articles' claims."""
+"""Verdicts of notebook 03, from records of data_parallel, speedup_map and ddp_bugs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from labs.kit.record import Records
 
 
 def _map(records: Records) -> tuple[list[dict], int]:
-    """Rows of the last speedup_map, and its ranks."""
+    """Return the rows of the last speedup_map, and its number of ranks."""
     run = last(records, "speedup_map", "step_s", way="ddp")
     if (ranks := run[0].layout["world_size"]) < 2:
         raise LookupError("launch('speedup_map') on at least 2 ranks is needed")
@@ -18,7 +18,7 @@ def _map(records: Records) -> tuple[list[dict], int]:
 
 @verdict("A13")
 def a13_more_gpus_shorten_an_epoch(records: Records) -> Verdict:
-    """A pass over a fixed dataset gets shorter by the speedup; a step, which the article calls an epoch, doesn't."""
+    """Holds if DDP speeds up a pass over a fixed dataset. A step, which the article calls an epoch, gets no shorter."""
     found = {model_of(run): data_parallel.speedup(run) for run in runs(records, "data_parallel", "samples_per_s")}
     said = ", ".join(f"{ratio} ({model})" for model, ratio in found.items())
     return judged(
@@ -30,7 +30,7 @@ def a13_more_gpus_shorten_an_epoch(records: Records) -> Verdict:
 
 @verdict("A20")
 def a20_ddp_makes_training_more_efficient(records: Records) -> Verdict:
-    """Every cell of the map would have to gain."""
+    """Holds if every cell of the map gains."""
     rows, ranks = _map(records)
     cells = [row["speedup"] for row in rows]
     least, most = (choose(cells, key=lambda e: e.value) for choose in (min, max))
@@ -43,7 +43,7 @@ def a20_ddp_makes_training_more_efficient(records: Records) -> Verdict:
 
 @verdict("A21")
 def a21_choose_the_number_of_gpus(records: Records) -> Verdict:
-    """More ranks would have to lose somewhere."""
+    """Holds if two ranks are slower than one in some cell of the map."""
     rows, _ = _map(records)
     lost = sum(row["speedup"].high < 1 for row in rows)
     because = f"in {lost} of {len(rows)} cells of the map two ranks are slower than one"
@@ -52,7 +52,7 @@ def a21_choose_the_number_of_gpus(records: Records) -> Verdict:
 
 @verdict("B37")
 def b37_a_sampler_is_all_it_takes(records: Records) -> Verdict:
-    """Without set_epoch the order must change from epoch to epoch."""
+    """Holds if the order changes from epoch to epoch without set_epoch."""
     run = last(records, "ddp_bugs", "count", case="no set_epoch")
     same = run.one("count", case="no set_epoch", sign="next epoch has the same order").value
     return Verdict(
@@ -75,7 +75,7 @@ def b46_speedup_stays_linear(records: Records) -> Verdict:
 
 @verdict("C27")
 def c27_small_batches_communicate_too_much(records: Records) -> Verdict:
-    """For each width, the speedup must be below half of the ideal with the smallest batch, and grow with the batch."""
+    """Holds if, for each width, the smallest batch's speedup is below half of the ideal and grows with the batch."""
     rows, ranks = _map(records)
     ends = []
     for width in sorted({row["width"] for row in rows}):

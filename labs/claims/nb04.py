@@ -1,4 +1,4 @@
-"""Verdicts of notebook 04: amp_training, loss_scaling, mixed_precision and amp_memory against the articles' claims."""
+"""Verdicts of notebook 04, from records of amp_training, loss_scaling, mixed_precision and amp_memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ GB_24, GB_12, NEAR = 24e9, 12e9, 0.1
 
 
 def _memory(records: Records) -> dict[int, tuple[float, float]]:
-    """Peak bytes in FP32 and under autocast, by batch, of the last amp_memory."""
+    """Return {batch: (FP32, autocast) peak bytes} of the last amp_memory."""
     peaks = amp_memory.peaks(last(records, "amp_memory", "peak_bytes", format="fp32"))
     return {n: (size, peaks["bf16", n]) for (name, n), size in sorted(peaks.items()) if ("bf16", n) in peaks}
 
 
 @verdict("A30")
 def a30_autocast_saves_about_20_percent(records: Records) -> Verdict:
-    """Every batch of BERT-large must save 15 to 25 % of the peak."""
+    """Holds if every batch of BERT-large saves 15 to 25 % of the peak."""
     saved = {n: 1 - lowered / full for n, (full, lowered) in _memory(records).items()}
     near = [ABOUT_20[0] <= share <= ABOUT_20[1] for share in saved.values()]
     said = ends([f"{share:.0%} ({n} sequences)" for n, share in saved.items()])
@@ -29,7 +29,7 @@ def a30_autocast_saves_about_20_percent(records: Records) -> Verdict:
 
 @verdict("B10")
 def b10_bert_large_from_24_to_12_gb(records: Records) -> Verdict:
-    """The batch whose peak is nearest to 24 GB in FP32 must need 12 GB under autocast, within 10 %."""
+    """Holds if the batch whose FP32 peak is nearest to 24 GB needs 12 GB under autocast, within 10 %."""
     n, (full, lowered) = min(_memory(records).items(), key=lambda item: abs(item[1][0] - GB_24))
     if abs(full / GB_24 - 1) > NEAR:
         raise LookupError("launch('amp_memory') with a batch whose peak is about 24 GB is needed")
@@ -44,7 +44,7 @@ def _steps(run: Records, case: str) -> int:
 @verdict("B09")
 @verdict("E18")
 def b09_a_loop_without_zero_grad_is_complete(records: Records) -> Verdict:
-    """It must train as FP32 does, from a scale that overflows at first."""
+    """Holds if the loop trains as FP32 does, from a scale that overflows at first."""
     case = "no zero_grad"
     run = last(records, "loss_scaling", "weight_error", case=case)
     if not loss_scaling.as_fp32(run, "right"):
@@ -58,7 +58,7 @@ def b09_a_loop_without_zero_grad_is_complete(records: Records) -> Verdict:
 
 @verdict("E20")
 def e20_four_calls_make_a_step(records: Records) -> Verdict:
-    """Clipping without unscale_ before it must train as FP32 does."""
+    """Holds if clipping without a preceding unscale_ trains as FP32 does."""
     case = "clip before unscale_"
     run = last(records, "loss_scaling", "weight_error", case=case)
     moved = run.one("count", case=case, sign="distance moved, FP32 = 1").value
@@ -72,7 +72,7 @@ def e20_four_calls_make_a_step(records: Records) -> Verdict:
 
 @verdict("E19")
 def e19_gradscaler_keeps_fp16_stable(records: Records) -> Verdict:
-    """It must bring FP16's gradient nearer to FP32's at every size of the batch, and survive an overflow."""
+    """Holds if it brings FP16's gradient nearer to FP32's at every batch size, and survives an overflow."""
     run = last(records, "amp_training", "gradient_error")
     scaled = last(records, "loss_scaling", "weight_error", case="right")
     found = amp_training.errors(run)
@@ -91,7 +91,7 @@ def e19_gradscaler_keeps_fp16_stable(records: Records) -> Verdict:
 
 @verdict("E16")
 def e16_fp16_speeds_up_training(records: Records) -> Verdict:
-    """FP16's steps must be faster for all models; a CPU alone can't refute what an article says of GPUs."""
+    """Holds if FP16's steps are faster for all models. A CPU alone can't refute what an article says about GPUs."""
     run = last(records, "mixed_precision", "step_s", precision="fp16")
     speeds = {model: s for (model, f), s in mixed_precision.speedups(run).items() if f == "fp16"}
     on_cpu = run[0].layout["device"] == "cpu"

@@ -1,4 +1,4 @@
-"""Verdicts of notebook 05: memory_oracle and activation_checkpointing against the articles' claims."""
+"""Verdicts of notebook 05, from records of memory_oracle and activation_checkpointing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from labs import activation_checkpointing, memory_oracle
 from labs.kit.claims import Verdict, judged, last, verdict
 from labs.kit.record import Records
 
-CLOSE = 0.05  # how far a trace may be from what was measured
-LOW, HIGH = 15.0, 25.0  # %, what passes for 20 %
+CLOSE = 0.05  # largest relative error of a trace
+LOW, HIGH = 15.0, 25.0  # %, accepted as 20 %
 
 
 def _recomputed(records: Records, metric: str) -> tuple[Records, list[str]]:
-    """The last run's records, and its policies that recompute something."""
+    """Return the last run's records, and its policies that recompute something."""
     run = last(records, "activation_checkpointing", metric, part="pareto")
     return run, [r.case["policy"] for r in run.where(metric, part="pareto") if r.case["policy"] != "none"]
 
 
 @verdict("A27")
 def a27_memory_can_be_estimated_beforehand(records: Records) -> Verdict:
-    """Each step that really ran must be within 5 % of its trace."""
+    """Holds if each step that really ran is within 5 % of its trace."""
     run = last(records, "memory_oracle", "measured_bytes")
     errors = memory_oracle.errors(run)
     worst = max(errors, key=lambda name: abs(errors[name]))
@@ -32,7 +32,7 @@ def a27_memory_can_be_estimated_beforehand(records: Records) -> Verdict:
 
 @verdict("B12")
 def b12_checkpointing_costs_20_percent(records: Records) -> Verdict:
-    """Every policy's price must be 15 to 25 %."""
+    """Holds if every policy makes a step 15 to 25 % longer."""
     run, policies = _recomputed(records, "step_s")
     found = {policy: activation_checkpointing.price(run, policy) for policy in policies}
     more = {policy: (100 * (ratio.low - 1), 100 * (ratio.high - 1)) for policy, ratio in found.items()}
@@ -47,7 +47,7 @@ def b12_checkpointing_costs_20_percent(records: Records) -> Verdict:
 
 @verdict("B14")
 def b14_checkpointing_caches_intermediate_results(records: Records) -> Verdict:
-    """Forward must keep no less than without it ("holds"), or nothing at all ("does not hold")."""
+    """Holds if forward keeps no less than without checkpointing; refuted if it keeps nothing."""
     run, policies = _recomputed(records, "saved_bytes")
     kept = {policy: run.one("saved_bytes", part="pareto", policy=policy).value for policy in ("none", *policies)}
     whole, fewest = kept.pop("none"), min(kept.values())

@@ -1,4 +1,4 @@
-"""Verdict of notebook 06: what pipeline_parallel measured against an article's claim."""
+"""Verdict of notebook 06, from records of pipeline_parallel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from labs.kit.claims import Verdict, judged, last, verdict
 from labs.kit.measure import estimate
 from labs.kit.record import Records
 
-BUSY = 0.1  # idle for less is busy; idle for more than 1/2 less this is one stage at a time
+BUSY = 0.1  # idle share of a busy stage, at most; if above 1/2 minus this, one stage works at a time
 
 
 @verdict("D18")
 def d18_both_halves_are_busy(records: Records) -> Verdict:
-    """A stage of the naive split on two devices must be idle for less than 10 % of a step."""
+    """Holds if a stage of the naive split on two devices is idle for less than 10 % of a step."""
     run = last(records, "pipeline_parallel", "idle_share", schedule="1f1b", micro_batches=1)
     if run[0].layout["world_size"] != 2:
         raise LookupError("launch('pipeline_parallel', nproc=2) is needed")

@@ -1,4 +1,4 @@
-"""Verdicts of notebook 07: speedups over links of several speeds, and compressed gradients, against the articles."""
+"""Verdicts of notebook 07 on speedups over links of several speeds, and on compressed gradients."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from labs.kit.claims import Verdict, depends, in_general, judged, model_of, runs
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
 
-FLAT = 1.05  # up to which two numbers are the same
-STATED = 0.10  # of the bytes, that B18 leaves
+FLAT = 1.05  # two numbers whose ratio is below this count as the same
+STATED = 0.10  # share of the bytes that remains according to B18
 MATTERS = 5.0  # % of a step
 
 
 def _speedups(records: Records) -> dict[str, dict[float, Estimate]]:
-    """{model: {bandwidth in MB/s: speedup of DDP}} of the last run of each model."""
+    """Return {model: {bandwidth in MB/s: speedup of DDP}} of the last run of each model."""
     return {model_of(run): slow_link.speedups(run) for run in runs(records, "slow_link", "step_s")}
 
 
 def _spread(records: Records) -> tuple[list[bool], list[bool], str]:
-    """Of each model: whether its speedup surely differs between links, whether it is surely the same; in words."""
+    """Return per model whether its speedup surely differs between links, whether it is surely equal, and the numbers."""
     differ, same, said = [], [], []
     for model, found in _speedups(records).items():
         slow, fast = found[min(found)], found[max(found)]
@@ -32,14 +32,14 @@ def _spread(records: Records) -> tuple[list[bool], list[bool], str]:
 
 @verdict("A19")
 def a19_cards_of_one_kind_scale_alike(records: Records) -> Verdict:
-    """The speedup of the same devices would have to be the same over every link."""
+    """Holds if the same devices have the same speedup over every link."""
     differ, same, said = _spread(records)
     return in_general(same, differ, f"the same devices reach different speedups over slower links ({said})")
 
 
 @verdict("B06")
 def b06_memory_and_tflops_make_synchronising_efficient(records: Records) -> Verdict:
-    """What the exchange adds to a step would have to be the same over every link."""
+    """Holds if the exchange adds the same time to a step over every link."""
     same, changes, said = [], [], []
     for run in runs(records, "slow_link", "step_s"):
         added = {}
@@ -56,7 +56,7 @@ def b06_memory_and_tflops_make_synchronising_efficient(records: Records) -> Verd
 
 @verdict("C14")
 def c14_world_size_shows_efficiency(records: Records) -> Verdict:
-    """It is the same number over every link; the speedup would have to be the same, too."""
+    """Refuted if the speedup differs between links, over which the number of ranks is the same."""
     differ, same, said = _spread(records)
     because = f"the number of ranks is the same over every link, the speedup is not ({said})"
     return Verdict("does not hold", because) if any(differ) else depends(all(same), f"speedups: {said}")
@@ -64,7 +64,7 @@ def c14_world_size_shows_efficiency(records: Records) -> Verdict:
 
 @verdict("B18")
 def b18_powersgd_cuts_ninety_percent(records: Records) -> Verdict:
-    """Its bytes, as the kernel counts them, would have to be at most a tenth of FP32's."""
+    """Refuted if it sends more than a tenth of FP32's bytes, as the kernel counts them."""
     found = [run.one("sent", way="powersgd").value for run in runs(records, "gradient_compression", "sent")]
     said = ", ".join(f"{100 * share:.1f} %" for share in found)
     because = (
@@ -75,7 +75,7 @@ def b18_powersgd_cuts_ninety_percent(records: Records) -> Verdict:
 
 @verdict("C23")
 def c23_synchronisation_matters(records: Records) -> Verdict:
-    """It must be at least 5 % of the step with the fastest buckets. Between machines nothing is measured."""
+    """Refuted if it is less than 5 % of the step with the fastest buckets. Nothing is measured between machines."""
     run = runs(records, "comm_overlap", "step_s")[-1]
     ways = {r.case["way"]: r.samples for r in run.where("step_s") if r.case["way"] != comm_overlap.NONE}
     best = min(ways, key=lambda way: statistics.median(ways[way]))

@@ -1,1 +1,1 @@
-"""What an instructor runs: preflight, room, slides."""
+"""Tools for an instructor: preflight, room, slides."""

@@ -1,10 +1,10 @@
-"""The room on one page: who is ready, predictions beside results, and how far the exercises are.
+"""The room on one page: who is ready, predictions beside results, and progress with the exercises.
 
     python -m labs.classroom /shared/room                          # writes build/room/index.html
-    python -m labs.classroom /shared/room --anonymous --watch 10   # letters for names, drawn again every 10 s
-    python -m labs.classroom /shared/room --reveal 03.1 03.3       # show_solution() works for these from now on
+    python -m labs.classroom /shared/room --anonymous --watch 10   # letters for names, updated every 10 s
+    python -m labs.classroom /shared/room --reveal 03.1 03.3       # lets show_solution() work for these
 
-Reads what learners keep with COURSE_ROOM=/shared/room; nothing is sent anywhere.
+Reads what learners save with COURSE_ROOM=/shared/room. Nothing is sent anywhere.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Config:
     """Which room, and what to do with it."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """The shared folder that learners have as COURSE_ROOM."""
+    """The shared folder that learners set as COURSE_ROOM."""
     out: Path = Path("build/room")
-    """Folder of the page."""
+    """Folder for the page."""
     watch: float = 0.0
-    """Draw the page again every so many seconds, until Ctrl-C; the page reloads itself."""
+    """Update the page every so many seconds, until Ctrl-C. The page reloads itself."""
     anonymous: bool = False
-    """Letters in place of names, for a page that is projected."""
+    """Show letters instead of names, for a projected page."""
     reveal: tuple[str, ...] = ()
-    """Exercises whose solutions learners may see from now on: ids, "03.*" or "all"; draws no page."""
+    """Exercises whose solutions learners may now see: ids, "03.*" or "all". Writes no page."""
     hide: tuple[str, ...] = ()
-    """Exercises whose solutions they may no longer see; draws no page."""
+    """Exercises whose solutions learners may no longer see. Writes no page."""
 
     def __post_init__(self) -> None:
         require(self.folder.is_dir(), f"{self.folder} is not a folder: name the one that learners have as COURSE_ROOM")
@@ -51,7 +51,7 @@ class Config:
 
 
 def change_revealed(folder: Path, reveal: tuple[str, ...], hide: tuple[str, ...]) -> list[str]:
-    """Write the room's list of revealed solutions and return it. BadInput for ids that don't exist."""
+    """Update the room's list of revealed solutions and return it. Raises BadInput for ids that don't exist."""
     from labs.kit.check import exercise_ids
 
     ids = exercise_ids()
@@ -68,7 +68,7 @@ def change_revealed(folder: Path, reveal: tuple[str, ...], hide: tuple[str, ...]
 
 
 def watch(config: Config) -> None:
-    """Draw the page, and again whenever a file of the room has changed."""
+    """Write the page, and again whenever a file in the room changes."""
     from labs.classroom.collect import read_room, signature
     from labs.classroom.room_page import Letters, render
 
@@ -79,7 +79,7 @@ def watch(config: Config) -> None:
                 page = render(read_room(config.folder), letters, config.watch)
                 print(f"{time.strftime('%H:%M:%S')}  {write_atomic(config.out / 'index.html', page)}", flush=True)
                 seen = now
-        except (OSError, BadInput) as e:  # a share that is lost for a while
+        except (OSError, BadInput) as e:  # the share may be gone for a while
             if not config.watch:
                 raise
             print(f"{PROG}: {e}; trying again in {config.watch:g} s", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Read a room: every learner's folder, whatever state its files are in.
 
-A file that is cut short, malformed or foreign becomes one line in `Room.problems`. Links aren't followed: a learner's
-folder could otherwise show the instructor's own files on the wall.
+A truncated, malformed or foreign file becomes one line in `Room.problems`. Links aren't followed, because a learner's
+link could put the instructor's own files on the screen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMPARED = ("python", "torch", "jupyterlab", "ipykernel")
 
 @dataclass
 class Learner:
-    """What one learner's folder holds, oldest first."""
+    """The contents of one learner's folder, oldest first."""
 
     name: str
     preflight: dict[str, Any] | None = None
@@ -34,7 +34,7 @@ class Learner:
 
 @dataclass
 class Room:
-    """All learners by name, the solutions revealed to them, and what could not be read, one line each."""
+    """All learners by name, the solutions revealed to them, and one line per unreadable file."""
 
     folder: Path
     learners: list[Learner] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Room:
 
 
 def read_room(folder: Path) -> Room:
-    """Read everything in the room. BadInput if `folder` is none."""
+    """Read everything in the room. Raises BadInput if `folder` isn't a folder."""
     require(folder.is_dir(), f"{folder} is not a folder: name the one that learners have as COURSE_ROOM")
     room = Room(folder)
     for path in _entries(folder):
@@ -52,7 +52,7 @@ def read_room(folder: Path) -> Room:
             for file in _entries(path):
                 try:
                     _read_file(file, learner)
-                except Exception as e:  # whatever a stranger's file makes of our parsers, the page is drawn
+                except Exception as e:  # whatever a foreign file does to our parsers, the page must appear
                     room.problems.append(f"{learner.name}: {shown(file.name)}: {_first_line(e)}")
             learner.predictions.sort(key=lambda row: row["utc"])
             learner.outcomes.sort(key=lambda row: row["utc"])
@@ -66,18 +66,18 @@ def read_room(folder: Path) -> Room:
 
 
 def signature(folder: Path) -> tuple[Any, ...]:
-    """Return what changes when a file of the room does."""
+    """Return a value that changes whenever a file in the room does."""
     files = [p for p in (*folder.glob("*/*"), folder / REVEALED) if p.is_file() and not p.name.startswith(".")]
     return tuple((str(p), p.lstat().st_mtime_ns, p.lstat().st_size) for p in sorted(files))
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in the folder, without hidden files: a file being written is hidden."""
+    """Return the folder's entries except hidden ones, which include files being written."""
     return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
 
 
 def _read_file(path: Path, learner: Learner) -> None:
-    """Add a file to the learner. Raises with the reason if the file can't be used."""
+    """Add a file's contents to the learner. Raises with the reason if the file can't be used."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_BYTES:
         raise ValueError("a link, a folder, or too large")
     topic = path.name.partition("-")[0]
@@ -90,7 +90,7 @@ def _read_file(path: Path, learner: Learner) -> None:
         rows = [json.loads(line) for line in path.read_bytes().splitlines()]
         check, into = (_prediction, learner.predictions) if topic == "predictions" else (_outcome, learner.outcomes)
         into += [check(row) for row in rows if "provenance" not in row]
-    elif path.suffix != ".jsonl":  # the others are records of launches, for the learner
+    elif path.suffix != ".jsonl":  # other .jsonl files are records of launches, for the learner
         raise ValueError("not one of the course's files")
 
 
@@ -113,7 +113,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def shown(value: object, most: int = 200) -> str:
-    """Return a text as a page can show it: one line, printable, not too long."""
+    """Return a text in a form fit for the page: one line, printable, not too long."""
     clean = "".join(c if c.isprintable() else " " for c in str(value))
     return clean if len(clean) <= most else clean[: most - 1] + "…"
 
@@ -123,7 +123,7 @@ def shown(value: object, most: int = 200) -> str:
 
 @dataclass(frozen=True)
 class Ready:
-    """One learner's preflight. `notes`: what to fix, and what most of the room has otherwise."""
+    """One learner's preflight. `notes`: what to fix, and which versions differ from most of the room's."""
 
     name: str
     verdict: str
@@ -165,7 +165,7 @@ def machine_of(facts: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """What was to be predicted, with the latest (learner, prediction, result or None) of each learner, by name."""
+    """A predicted quantity, with each learner's latest (name, prediction, result or None), by name."""
 
     what: str
     unit: str
@@ -174,13 +174,13 @@ class Question:
 
     @property
     def medians(self) -> tuple[float, float | None]:
-        """The median prediction and the median result."""
+        """The median prediction and the median result (None if there is none)."""
         results = [r for _, _, r in self.answers if r is not None]
         return statistics.median(p for _, p, _ in self.answers), statistics.median(results) if results else None
 
 
 def questions(learners: list[Learner]) -> list[Question]:
-    """Return all questions that anybody answered, by notebook."""
+    """Return all questions that anyone answered, by notebook."""
     latest: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     notebooks: dict[tuple[str, str], str] = {}
     for learner in learners:
@@ -188,7 +188,7 @@ def questions(learners: list[Learner]) -> list[Question]:
             key = row["what"], row["unit"]
             notebooks[key] = row["notebook"] or notebooks.get(key, "")
             if row["value"] is not None or latest[key].get(learner.name, row)["value"] is None:
-                latest[key][learner.name] = row  # a prediction alone waits for its run
+                latest[key][learner.name] = row  # a prediction without a result doesn't replace one that has it
     return sorted(
         (
             Question(*key, notebooks[key], tuple((n, r["predicted"], r["value"]) for n, r in sorted(rows.items())))
@@ -200,7 +200,7 @@ def questions(learners: list[Learner]) -> list[Question]:
 
 @dataclass(frozen=True)
 class Progress:
-    """Learners by the state of their latest check of one exercise, and the most frequent feedback with its count."""
+    """How many learners are in each state of one exercise, by their latest check, and the most frequent feedback."""
 
     exercise: str
     states: dict[str, int]
@@ -208,7 +208,7 @@ class Progress:
 
 
 def progress(learners: list[Learner]) -> list[Progress]:
-    """Return all exercises that anybody has checked, in order."""
+    """Return all exercises that anyone has checked, in order."""
     latest: dict[str, dict[str, str]] = defaultdict(dict)
     met: dict[str, Counter[str]] = defaultdict(Counter)
     for learner in learners:

@@ -1,4 +1,4 @@
-"""The room's page: one HTML file that needs nothing beside it, made to be projected."""
+"""The room's page: one self-contained HTML file, made for a projector."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAGE = Path(__file__).with_name("room_page.html.txt").read_text(encoding="utf-8"
 
 
 class Letters:
-    """Letters in place of names, dealt at random and kept while this process runs: A to Z, then AA."""
+    """Letters instead of names, assigned at random and kept while this process runs: A to Z, then AA."""
 
     def __init__(self) -> None:
         self.free = [*string.ascii_uppercase, *(a + b for a in string.ascii_uppercase for b in string.ascii_uppercase)]
         self.dealt: dict[str, str] = {}
 
     def __call__(self, name: str) -> str:
-        """Return the letter of this learner, a new one for a newcomer."""
+        """Return this learner's letter; a newcomer gets a new one."""
         if name not in self.dealt:
             letter = random.SystemRandom().choice([x for x in self.free if len(x) == 1] or self.free)
             self.free.remove(letter)
@@ -36,7 +36,7 @@ class Letters:
 
 
 def render(room: Room, letters: Letters | None = None, refresh_s: float = 0.0) -> str:
-    """Return the page as HTML, with letters in place of names if given."""
+    """Return the page as HTML, with letters instead of names if given."""
     problems = room.problems
     if letters is not None:
         for learner in room.learners:
@@ -70,7 +70,7 @@ def message(question: Question) -> str:
 
 def picture(question: Question) -> str:
     """Draw a row per learner with prediction and result; returns a data: URI."""
-    with mpl.rc_context({"text.parse_math": False}):  # a $ in what others wrote begins no formula
+    with mpl.rc_context({"text.parse_math": False}):  # learners' texts may contain a $
         fig = _figure(question)
     return "data:image/png;base64," + base64.b64encode(to_png(fig)).decode()
 

@@ -1,11 +1,11 @@
-"""The preflight for a room: GO or NO-GO for the course on this machine, in some 10 seconds, and a report as JSON.
+"""The preflight for a room: GO or NO-GO for the course on this machine in some 10 seconds, with a report as JSON.
 
     python -m labs.hardware_probe --preflight                     # exit code 0 GO, 1 NO-GO, 2 bad input
     python -m labs.hardware_probe --preflight --require-gpus 2    # NO-GO unless torch can use two GPUs
     python -m labs.hardware_probe --preflight --report mine.json  # default: the room's folder, or build/preflight.json
 
-It checks what the first minutes of a course need: packages and files of this version, a kernel that answers, ranks
-that start, and folders that take files. It measures no speed: leave out --preflight for that. Nothing is sent anywhere.
+It checks what the first minutes of a course need: this version's packages and files, a working kernel, ranks that
+start, and writable folders. It measures no speed: leave out --preflight for that. Nothing is sent anywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PORT = 8888  # Jupyter's default
 KERNEL_LIMIT_S = 45.0  # a kernel on a crowded machine took 30
 RANKS_LIMIT_S = 30.0
 SLOW_IMPORT_S = 15.0
-BUSY_PERCENT = 10.0  # as labs.kit.monitor
+BUSY_PERCENT = 10.0  # as in labs.kit.monitor
 TEMPORARY_BYTES = 2**29  # notebook 05 writes the most: 0.42 GiB
 INTERRUPTED = 130
 ANEW = "run: rm -rf .venv, then: make lab"
@@ -59,7 +59,7 @@ from IPython.display import display
 display(Records([Record("preflight", "answer", "s", (1.0,))]))
 print("prefix", sys.prefix)
 """
-# These change timings. The report holds their names, never their values.
+# These change timings. The report contains their names, never their values.
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "LD_PRELOAD", "CUDA_LAUNCH_BLOCKING")
 SETTINGS += ("NVIDIA_TF32_OVERRIDE", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG")
 
@@ -68,7 +68,7 @@ SETTINGS += ("NVIDIA_TF32_OVERRIDE", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_DI
 
 
 def notebooks(root: Path) -> Check:
-    """Check that all notebooks named in the README are there and can be read."""
+    """Check that all notebooks named in the README exist and can be read."""
     expected = sorted(set(re.findall(r"notebooks/\w+\.ipynb", (root / "README.md").read_text("utf-8"))))
     lost = [name for name in expected if not _is_notebook(root / name)]
     if lost:
@@ -83,7 +83,7 @@ def _is_notebook(path: Path) -> bool:
 
 
 def data(root: Path) -> Check:
-    """Compare the data that labs train on with its checksums."""
+    """Compare the labs' training data with its checksums."""
     folder = root / "labs" / "common" / "data"
     sums = dict(line.split()[::-1] for line in (folder / "SHA256SUMS").read_text("ascii").splitlines())
     bad = [name for name, digest in sums.items() if _sha256(folder / name) != digest]
@@ -97,7 +97,7 @@ def _sha256(path: Path) -> str:
 
 
 def packages(root: Path) -> Check:
-    """Compare the installed packages with constraints.txt; torch has a check of its own."""
+    """Compare the installed packages with constraints.txt; torch has its own check."""
     lines = (root / "constraints.txt").read_text("utf-8").splitlines()
     tested = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
@@ -130,7 +130,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def quiet(percent: float) -> Check:
-    """Judge the share of the usable cores that other programs take."""
+    """Judge the share of the usable cores that other programs use."""
     if percent <= BUSY_PERCENT:
         return Check("quiet cores", "pass", f"others take {percent:.0f} %")
     detail = f"other programs take {percent:.0f} % of the usable cores: timings will suffer"
@@ -138,7 +138,7 @@ def quiet(percent: float) -> Check:
 
 
 def busy_percent(seconds: float = 0.5) -> float:
-    """Return how many percent of the usable cores are busy while this process sleeps."""
+    """Return the percentage of the usable cores that is busy while this process sleeps."""
     import psutil
 
     use = psutil.cpu_percent(interval=seconds, percpu=True)
@@ -168,7 +168,7 @@ def port(number: int = PORT) -> Check:
 
 
 def course_place(root: Path, where: str = "") -> Check:
-    """Check that the course doesn't lie on a Windows disk under WSL, where reading is many times slower."""
+    """Check that the course isn't on a Windows disk under WSL, where reading is many times slower."""
     if (where or system()) == "WSL" and re.match(r"/mnt/[a-z]/", f"{root}/"):
         remedy = "copy it into WSL's own home: cp -r . ~/course && cd ~/course && make lab"
         return Check("course folder", "warn", "on a Windows disk, which WSL reads slowly", remedy)
@@ -176,7 +176,7 @@ def course_place(root: Path, where: str = "") -> Check:
 
 
 def folders(root: Path) -> list[Check]:
-    """Write a file into each folder that must take some."""
+    """Write a file into each folder that must be writable."""
     from jupyter_core.paths import jupyter_runtime_dir
 
     places = {
@@ -193,7 +193,7 @@ def folders(root: Path) -> list[Check]:
 
 
 def folder_problem(folder: Path, need_bytes: int = 0) -> str:
-    """Return why `folder`, or the one in which it would be made, takes no files; "" if it does."""
+    """Return why `folder`, or the existing folder it would be made in, isn't writable; "" if it is."""
     there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there, prefix="labs-") as f:
@@ -216,7 +216,7 @@ def room(folder: Path | None) -> list[Check]:
 
 
 def room_folder() -> Path | None:
-    """Return the learner's folder in the room; None without one. The room's own messages are dropped."""
+    """Return the learner's folder in the room, or None, without printing the room's messages."""
     from labs.kit.room import own_folder
 
     with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
@@ -227,14 +227,14 @@ def room_folder() -> Path | None:
 
 
 class KernelTrial:
-    """A kernel in the notebooks' folder, started as `make lab` starts one, that must show a table of records."""
+    """A kernel in the notebooks' folder, started as `make lab` does it, that must show a table of records."""
 
     def __init__(self, root: Path, limit_s: float = KERNEL_LIMIT_S) -> None:
         self.root, self.limit_s = root, limit_s
         self.manager: Any = None
 
     def run(self) -> Check:
-        """Start a kernel, run one cell, and end it."""
+        """Start a kernel, run one cell, and end the kernel."""
         from jupyter_client import KernelManager
         from jupyter_core.paths import jupyter_runtime_dir
 
@@ -281,7 +281,7 @@ class KernelTrial:
         return seconds
 
     def end(self) -> None:
-        """End the kernel if it is there, and remove its connection file."""
+        """End the kernel if it runs, and remove its connection file."""
         manager, self.manager = self.manager, None
         if manager is not None:
             with contextlib.suppress(Exception):
@@ -290,7 +290,7 @@ class KernelTrial:
 
 
 class RanksTrial:
-    """Ranks as a notebook starts them: the fork server loads torch, ranks start, multiply, exchange a sum, and end."""
+    """Ranks started as in a notebook: the fork server loads torch, ranks start, multiply, exchange a sum, and end."""
 
     def __init__(self) -> None:
         from labs.kit.fork_server import start_fork_server
@@ -299,7 +299,7 @@ class RanksTrial:
         self.server = start_fork_server(lean=True, forked=True)
 
     def run(self, facts: preflight.Facts | None, require_gpus: int = 0) -> list[Check]:
-        """Launch ranks on what is there and judge what they computed."""
+        """Launch ranks on the available devices and judge their results."""
         try:
             while not self.server.ready.exists():
                 if time.monotonic() - self.start > timeouts.IMPORT_S:
@@ -320,7 +320,7 @@ class RanksTrial:
 
 
 def plans(gpus: int, require_gpus: int = 0) -> list[tuple[int, str]]:
-    """Return the launches to try, as (ranks, device): two ranks, or as many as required; a single GPU also alone."""
+    """Return launches to try as (ranks, device): two ranks, or as many as required; a single GPU is tried alone."""
     if gpus == 1:
         return [(2, "cpu"), (1, "cuda")]
     return [(min(max(2, require_gpus), gpus), "cuda")] if gpus else [(2, "cpu")]
@@ -358,7 +358,7 @@ def _without_room() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks, and what an instructor wants to know about the machine. Holds no host names or folders."""
+    """All checks, and what an instructor wants to know about the machine. Contains no host names or folders."""
 
     checks: Sequence[Check]
     course: str | None = None
@@ -385,14 +385,14 @@ class Report:
         return f"{self.verdict}: {'fix ' + failed if failed else 'ready for the course'}{after}"
 
     def as_json(self) -> str:
-        """One JSON object; `python -m labs.classroom` reads it."""
+        """Return one JSON object, which `python -m labs.classroom` reads."""
         reasons = [f"{c.name}: {c.detail}" for c in self.with_status("fail")]
         head = {"verdict": self.verdict, "reasons": reasons, "warnings": len(self.with_status("warn"))}
         utc = datetime.now(UTC).isoformat(timespec="seconds")
         return json.dumps({**head, "utc": utc, **asdict(self)}, indent=2) + "\n"
 
     def as_text(self, saved: str = "") -> str:
-        """The headline, what is wrong with its fix, what is fine in short, where the report is, the headline again."""
+        """Return the headline, problems with their fixes, passed checks in short, the report's place, the headline."""
         banner = f" {self.headline} ".center(80, "=")
         lines = [banner, f"course {self.course or 'unknown'}  {self.name or ''}  {self.seconds:.1f} s"]
         for c in (*self.with_status("fail"), *self.with_status("warn")):
@@ -405,7 +405,7 @@ class Report:
 def inspect(require_gpus: int, kernel: KernelTrial, root: Path = ROOT) -> Report:
     """Check everything; takes some 10 s on two cores."""
     start = time.monotonic()
-    first = guarded("quiet cores", lambda: quiet(busy_percent()))  # before anything starts
+    first = guarded("quiet cores", lambda: quiet(busy_percent()))  # before anything else runs
     trials = [
         Trial("kernel", kernel.run, 2 * kernel.limit_s + 5),
         Trial("port", port),
@@ -443,7 +443,7 @@ def _lost(tried: Sequence[Check]) -> bool:
 
 
 def machine(facts: preflight.Facts) -> dict[str, Any]:
-    """Return the inventory that an instructor sees."""
+    """Return the inventory for the instructor."""
     from labs.kit.hardware import cpu_name
 
     gpus = [{"name": g.name, "memory_bytes": g.memory_total_bytes} for g in facts.report.gpus]
@@ -463,7 +463,7 @@ def machine(facts: preflight.Facts) -> dict[str, Any]:
 
 
 def end_children() -> None:
-    """End what this command started and what still runs."""
+    """End all processes that this command started."""
     with contextlib.suppress(ImportError):
         import psutil
 
@@ -472,20 +472,20 @@ def end_children() -> None:
             server.close()
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "resource_tracker" not in " ".join(child.cmdline()):  # ends by itself, last
+                if "resource_tracker" not in " ".join(child.cmdline()):  # it ends by itself, last
                     child.kill()
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad input is one line and exit code 2, as for every lab."""
+    """Reports bad input in one line with exit code 2, as every lab does."""
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit."""
+        """Print one line and exit with code 2."""
         cli.fail(PROG, message)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the options that go with --preflight; any other is refused."""
+    """Parse the options that go with --preflight; reject any other."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=PROG, description=__doc__, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--preflight", action="store_true", help="GO or NO-GO, in place of measuring speed limits")
@@ -507,7 +507,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def save(report: Report, chosen: Path | None) -> tuple[str, bool]:
-    """Write the report: (where to, whether that worked)."""
+    """Write the report; return (place or problem, whether it was written)."""
     from labs.kit.record import write_atomic
 
     folder = room_folder() if chosen is None and report.name else None
@@ -521,11 +521,11 @@ def save(report: Report, chosen: Path | None) -> tuple[str, bool]:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line. Exits with 0 (GO), 1 (NO-GO, or --report could not be written) or 2 (bad input)."""
+    """Run the command line. Exits with 0 (GO), 1 (NO-GO, or --report couldn't be written) or 2 (bad input)."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     kernel = KernelTrial(ROOT)
 
-    def stop(*_: object) -> NoReturn:  # an exception could get lost in an import of torch
+    def stop(*_: object) -> NoReturn:  # an exception could be swallowed in an import of torch
         kernel.end()
         end_children()
         os._exit(INTERRUPTED)

@@ -1,1 +1,1 @@
-"""The sliders of the notebooks: one module each."""
+"""The notebooks' sliders, one module each."""

@@ -1,4 +1,4 @@
-"""When does splitting pay? Speedup of DDP against bandwidth, with knobs for the step, the gradients and the ranks."""
+"""When does splitting pay? DDP's speedup against bandwidth, with sliders for the step, the gradients and the ranks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ BACKWARD = 2 / 3  # share of a step: backward computes about twice as much as fo
 
 
 def exchange_s(size: float, ranks: int, latency_s: float, b_s: float) -> float:
-    """Seconds of a ring all-reduce: 2 (n-1) messages of `latency_s`, and 2 (n-1)/n of `size` bytes at `b_s`."""
+    """Return seconds of a ring all-reduce: 2 (n-1) messages of `latency_s`, and 2 (n-1)/n of `size` bytes at `b_s`."""
     return 2 * (ranks - 1) * latency_s + ring_all_reduce_bytes(size, ranks) / b_s
 
 
 def exposed_s(compute_s: float, seconds: float, hidden: float) -> float:
-    """What a step waits for an exchange of `seconds`, if the share `hidden` of backward can hide it."""
+    """Return how long a step waits for an exchange of `seconds` if the share `hidden` of backward can hide it."""
     return max(0.0, seconds - hidden * BACKWARD * compute_s)
 
 
 def pays_above_b_s(compute_s: float, size: float, ranks: int, latency_s: float, hidden: float) -> float:
-    """Bytes/s above which `ranks` train faster than one: n steps of one rank last longer than DDP's step."""
+    """Return the bytes/s above which `ranks` train faster than one: n single-rank steps last longer than DDP's step."""
     room = (ranks - 1) * compute_s + hidden * BACKWARD * compute_s - 2 * (ranks - 1) * latency_s
     return ring_all_reduce_bytes(size, ranks) / room if room > 0 else math.inf
 
 
 def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: int, hidden: int) -> tuple:
-    """The figure, the figure in words, and the time of an exchange."""
+    """Return the figure, its description, and a sentence with the time of an exchange."""
     compute, size = compute_ms / 1e3, 1e6 * mb
 
     def speedup(rate_gb_s: float, share: float) -> float:

@@ -1,4 +1,4 @@
-"""Workers against the model's rate: who limits, and how many workers are enough, on a machine with several ranks?"""
+"""Does the loader or the model limit training, and how many workers are enough on a machine with several ranks?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 16  # workers of each rank
 
 
 def loader_rate(one_rate: float, workers: int, cores: float, wait_percent: float) -> float:
-    """Images/s of `workers` on `cores`, if one worker gives `one_rate` and waits for `wait_percent` of its time.
+    """Return images/s of `workers` on `cores`, if one worker gives `one_rate` and waits for `wait_percent` of its time.
 
     Waiting takes no core. Without workers, the trainer loads.
     """
@@ -24,7 +24,7 @@ def loader_rate(one_rate: float, workers: int, cores: float, wait_percent: float
 
 
 def draw(model: float, one: float, workers: int, cores: int, ranks: int, wait: int) -> tuple[Figure, str, str]:
-    """Images/s of a rank against its number of workers; the figure in words; what limits."""
+    """Return a figure of a rank's images/s against its workers, its description, and a sentence on what limits."""
     counts, own_cores = range(MOST + 1), cores / ranks
     loader = [loader_rate(one, w, own_cores, wait) for w in counts]
     both = [expected(model, rate, w) for w, rate in zip(counts, loader, strict=True)]
@@ -49,7 +49,7 @@ def draw(model: float, one: float, workers: int, cores: int, ranks: int, wait: i
 
 
 def loader() -> None:
-    """Explore rates, workers, cores, ranks and the share of its time that a worker waits for a disk or a network."""
+    """Explore rates, workers, cores, ranks and the share of its time that a worker waits for a disk or network."""
     explore(
         lambda model, one, workers, cores, ranks, wait: draw(model, one, int(workers), int(cores), int(ranks), wait),
         model=Slider("a rank's model takes (images/s)", powers(64, 8192), 2048),

@@ -1,4 +1,4 @@
-"""The roofline of one linear layer: from which batch on does a card's arithmetic limit it, not its memory?"""
+"""The roofline of one linear layer: above which batch is it limited by arithmetic instead of memory?"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from labs.kit.errors import require
 from labs.kit.explore import Menu, Slider, explore, powers
 from labs.kit.record import Record
 
-ITEMSIZE = {"FP32": 4, "TF32": 4, "BF16": 2, "FP16": 2}  # bytes; TF32 numbers are FP32 in memory
-INTENSITIES = (0.2, 5000.0)  # FLOP per byte, the axis
+ITEMSIZE = {"FP32": 4, "TF32": 4, "BF16": 2, "FP16": 2}  # bytes; TF32 numbers are stored as FP32
+INTENSITIES = (0.2, 5000.0)  # range of the axis, FLOP per byte
 
 
 def intensity(rows: float, width: int, itemsize: int) -> float:
-    """FLOP per byte of the three products of a training pass of y = x W with W of width x width.
+    """Return FLOP per byte of the three products of a training pass of y = x W, with W of width x width.
 
     Each product has 2 rows width^2 FLOPs and moves two matrices of rows x width and one of width x width.
     """
@@ -24,13 +24,13 @@ def intensity(rows: float, width: int, itemsize: int) -> float:
 
 
 def first_compute_bound(ridge: float, width: int, itemsize: int) -> float:
-    """The batch at which `intensity` reaches `ridge`; inf if it never does."""
+    """Return the batch at which `intensity` reaches `ridge`; inf if it never does."""
     rest = 2 * width - 2 * ridge * itemsize
     return ridge * itemsize * width / rest if rest > 0 else float("inf")
 
 
 def draw(card: str, number_format: str, width: int, rows: int) -> tuple[Figure, str, str]:
-    """The figure, what it shows in words, and the sentence under it."""
+    """Return the figure, its description, and the sentence below it."""
     spec, itemsize = hardware.require_spec(card), ITEMSIZE[number_format]
     tflops = spec.tflops(number_format.lower())
     require(tflops is not None, f"no sourced {number_format} peak of a {card}: choose another format")

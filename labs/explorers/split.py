@@ -12,17 +12,17 @@ from labs.kit.record import Record
 from labs.strategy import Config, advise
 
 SCHEMES = ["one GPU", "DDP", "FSDP2", "pipeline", "tensor"]
-"""Those drawn, from top to bottom. The model may choose a mix of them, which is drawn below."""
+"""The schemes drawn, from top to bottom. If the model chooses a mix of them, it is drawn below."""
 
 
 def rows(table: pandas.DataFrame, chosen: str | None) -> pandas.DataFrame:
-    """The plans to draw: those of SCHEMES that this many GPUs allow, and the chosen one."""
+    """Return the plans to draw: those of SCHEMES possible with this many GPUs, and the chosen one."""
     names = [s for s in SCHEMES if s in set(table["scheme"])]
     return table.set_index("scheme").loc[[*names, *([chosen] if chosen and chosen not in names else [])]]
 
 
 def draw(params: float, batch: int, gpus: int, card: str, seq: int) -> tuple[Figure, str, str]:
-    """The figure, what it shows in words, and the sentence under it."""
+    """Return the figure, its description, and the sentence below it."""
     config = Config(params=params, batch=batch, gpus=gpus, gpu=card, seq=seq)
     advice = advise(config)
     chosen = advice.choice.plan.scheme if advice.choice else None
@@ -54,7 +54,7 @@ def draw(params: float, batch: int, gpus: int, card: str, seq: int) -> tuple[Fig
 
 
 def split() -> None:
-    """Explore the model's size, batch and sequence length, and the number and kind of GPUs."""
+    """Explore the model's size, batch and sequence length, and the number and type of GPUs."""
     explore(
         lambda params, batch, gpus, card, seq: draw(float(params), int(batch), int(gpus), card, int(seq)),
         params=Slider("parameters", (1e8, 3e8, 1e9, 3e9, 7e9, 1.3e10, 3e10, 7e10), 7e9),

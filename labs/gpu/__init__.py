@@ -1,1 +1,1 @@
-"""`make gpu`: what the GPU of this machine says to the course, in eight minutes."""
+"""`make gpu`: check this machine's GPU and record the course's launches on it, in eight minutes."""

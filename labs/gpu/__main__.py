@@ -17,7 +17,7 @@ NEEDED = (
     "annotated-types",
     "tqdm",
 )
-"""What the tasks import: a machine with a GPU may have torch alone."""
+"""Packages that the tasks import. A machine with a GPU may have only torch."""
 
 missing = [package for package in NEEDED if installed(package) is None]
 if missing:

@@ -1,4 +1,4 @@
-"""What a record must show before it stands for a GPU: a fake, or a build without CUDA, is refused."""
+"""Refuse records that can't come from the GPU they name, such as those of a fake or of a build without CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from labs.kit.record import Record
 
 
 def refusal(record: Record) -> str | None:
-    """Why this measurement can't come from the GPU that it names; None if nothing speaks against it."""
+    """Return why this measurement can't come from the GPU that it names; None if nothing contradicts it."""
     made = record.provenance
     gpus = made.get("gpus") or []
     if not gpus:

@@ -1,4 +1,4 @@
-"""Does this GPU keep what the course promises? One check, in a process of its own; `make gpu` runs them all.
+"""Does this GPU keep what the course promises? Runs one check; `make gpu` runs each in its own process.
 
     python -m labs.gpu.checks launcher            # launcher, memory, formats, nvml or faults
     python -m labs.gpu.checks faults --rehearse   # the same code on CPU cores, without what only a GPU can decide
@@ -28,9 +28,9 @@ from labs.kit.record import Records
 PROG = "python -m labs.gpu.checks"
 ORACLE_ERROR = 0.10
 LEAST_SPEEDUP = 1.2
-"""Of a 16-bit format over FP32 in the largest product that all formats ran."""
-MONITOR_COST = 0.02  # of one core
-MOST_QUERIES = {"brief": 25, "full": 100}  # of NVML, per GPU
+"""Of a 16-bit format over FP32, in the largest product that all formats ran."""
+MONITOR_COST = 0.02  # share of one core
+MOST_QUERIES = {"brief": 25, "full": 100}  # NVML queries per GPU
 LIBCUDA = "libcuda.so"
 LEFT_BYTES = 300e6  # other processes come and go
 RAISED = {
@@ -42,7 +42,7 @@ RAISED = {
 
 
 class CheckFailed(Exception):
-    """What the check found."""
+    """A check failed; the message says how."""
 
 
 def expect(holds: bool, otherwise: str) -> None:
@@ -52,14 +52,14 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 def run_lab(name: str, rehearse: bool, **parameters: Any) -> Run:
-    """One rank of a lab on the GPU, or as a smoke run on a CPU core."""
+    """Run one rank of a lab on the GPU, or as a smoke run on a CPU core."""
     if rehearse:
         return launch(name, 1, device="cpu", **{"smoke": True} | parameters)
     return launch(name, 1, device="cuda", **parameters)
 
 
 def launcher(rehearse: bool) -> str:
-    """CUDA stays out of the process that launches, and a rank computes rightly."""
+    """Check that the launching process stays free of CUDA, and that a rank computes correctly."""
     run = run_lab("hardware_probe", rehearse, parts=("correctness",))
     alone = supervise.run(
         [sys.executable, "-c", "import torch; print(open('/proc/self/maps').read())"], timeouts.IMPORT_S
@@ -74,7 +74,7 @@ def launcher(rehearse: bool) -> str:
 
 
 def libcuda_mapped() -> bool:
-    """Whether this process has CUDA's driver in its memory; False where the system does not show it."""
+    """Return whether this process has mapped CUDA's driver; False if the system doesn't show that."""
     try:
         with open("/proc/self/maps") as maps:
             return LIBCUDA in maps.read()
@@ -83,7 +83,7 @@ def libcuda_mapped() -> bool:
 
 
 def expect_right_results(run: Records) -> None:
-    """CheckFailed if a rank multiplied or summed wrongly."""
+    """Raise CheckFailed if a rank got a wrong product or sum."""
     product, total = (run.where(metric) for metric in ("matmul_relative_error", "all_reduce_error"))
     worst = max(r.value for r in product)
     expect(worst <= 1e-2, f"a matrix product has a relative error of {worst:.0e}")
@@ -91,7 +91,7 @@ def expect_right_results(run: Records) -> None:
 
 
 def memory(rehearse: bool) -> str:
-    """The memory oracle against what the allocator was asked for."""
+    """Compare the memory oracle with what the allocator was asked for."""
     run, worst = run_lab("memory_oracle", rehearse, smoke=True), 0.0
     measured = run.where("measured_bytes")
     expect(len(measured) > 0, "no step was run beside its trace")
@@ -103,7 +103,7 @@ def memory(rehearse: bool) -> str:
 
 
 def formats(rehearse: bool) -> str:
-    """Every format of this card runs, and 16 bits pay in the largest product."""
+    """Check that this card runs every format, and that 16 bits pay in the largest product."""
     run = run_lab("mixed_precision", rehearse, models=("mlp",))
     for r in run.where("not_possible"):
         expect(rehearse, f"{r.case['precision']} is not possible: {r.case['why']}")
@@ -121,7 +121,7 @@ def formats(rehearse: bool) -> str:
 
 
 class Counting:
-    """NVML's library, with a count of its queries."""
+    """NVML's library with a counter for its queries."""
 
     def __init__(self, library: Any) -> None:
         self.library, self.queries = library, 0
@@ -132,7 +132,7 @@ class Counting:
 
 
 def nvml_cost(rehearse: bool) -> str:
-    """Queries of a report, and the share of a core that the monitor takes."""
+    """Count the queries of a report, and measure the monitor's share of a core."""
     parameters = {"name": "hardware_probe", "parts": ("matmul",)} if rehearse else {"name": "utilisation"}
     run = run_lab(rehearse=rehearse, smoke=True, **parameters)
     said = []
@@ -148,7 +148,7 @@ def nvml_cost(rehearse: bool) -> str:
 
 
 def faults(rehearse: bool) -> str:
-    """Each fault is named, leaves no process and no memory, and the next launch works."""
+    """Check that each fault is named and leaves no process or memory, and that the next launch works."""
     device, slowest = "cpu" if rehearse else "cuda", 0.0
     for fault, pattern in RAISED.items():
         before, start = held_bytes(), time.monotonic()
@@ -169,12 +169,12 @@ def faults(rehearse: bool) -> str:
 
 
 def held_bytes() -> int:
-    """Bytes that all GPUs of this machine hold; 0 where NVML doesn't answer."""
+    """Return the bytes in use on all GPUs of this machine; 0 if NVML doesn't answer."""
     return sum(g.memory_used_bytes or 0 for g in nvml.gpus())
 
 
 def until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
-    """Whether `holds` becomes true within `limit_s` seconds: the driver takes memory back a little later."""
+    """Wait up to `limit_s` seconds for `holds` to become true, since the driver frees memory with a delay."""
     end = time.monotonic() + limit_s
     while not (found := holds()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -182,11 +182,11 @@ def until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
 
 
 def ranks_left() -> int:
-    """Ranks and workers that still run: what this process's fork server has forked."""
+    """Return how many ranks and workers still run: the descendants of this process's fork server."""
     try:
         below = psutil.Process(forkserver._forkserver._forkserver_pid).children(recursive=True)
         return sum(p.status() != psutil.STATUS_ZOMBIE for p in below)
-    except (psutil.Error, ValueError, TypeError):  # it has ended, or was never there
+    except (psutil.Error, ValueError, TypeError):  # it has ended, or never existed
         return 0
 
 
@@ -200,7 +200,7 @@ CHECKS: dict[str, Callable[[bool], str]] = {
 
 
 def main() -> None:
-    """Run the check that the command line names."""
+    """Run the check named on the command line."""
     names = [word for word in sys.argv[1:] if word != "--rehearse"]
     if len(names) != 1 or names[0] not in CHECKS:
         wrong = names[0] if names else ""

@@ -1,9 +1,9 @@
-"""What does a launch do when a GPU or a rank goes wrong?
+"""What does a launch do when a GPU or a rank fails?
 
     python -m labs.gpu.faulty --nproc 1 --fault oom
 
-About 5 s on 2 CPU cores. A rank runs out of memory, trips an assert on the device, is killed, or never answers. On a
-CPU the first two are raised as torch words them on a GPU.
+About 5 s on 2 CPU cores. A rank runs out of memory, triggers a device-side assert, is killed, or never answers. On a
+CPU, the first two are raised with torch's wording for a GPU.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Fault = Literal["none", "oom", "assert", "sigkill", "timeout"]
 
 @dataclass(frozen=True)
 class Config:
-    """What goes wrong."""
+    """Which fault to cause."""
 
     fault: Fault = "none"
-    """none, or what the last rank does."""
+    """The last rank's fault, or none."""
     smoke: bool = False
-    """It is short already."""
+    """No effect: the run is already short."""
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Something on the device, then the fault on the last rank, for which the others wait."""
+    """Compute on the device, then cause the fault on the last rank while the others wait for it."""
     x = torch.ones(256, 256, device=rank.device)
     if rank.rank == rank.world_size - 1:
         FAULTS[config.fault](x)
@@ -48,7 +48,7 @@ def _out_of_memory(x: torch.Tensor) -> None:
     if x.device.type == "cpu":
         raise torch.OutOfMemoryError("CUDA out of memory (said on a CPU: nothing was asked for)")
     kept = []
-    while True:  # whatever the card holds
+    while True:  # until the card is full
         kept.append(torch.empty(2**32, dtype=torch.uint8, device=x.device))
 
 
@@ -56,7 +56,7 @@ def _assert(x: torch.Tensor) -> None:
     if x.device.type == "cpu":
         raise RuntimeError("CUDA error: device-side assert triggered (said on a CPU: no device was there)")
     table, rows = x, torch.tensor([10**6], device=x.device)
-    table[rows]  # out of range: found by the kernel, told at the next synchronisation
+    table[rows]  # out of range: found by the kernel, reported at the next synchronisation
     measure.sync(x.device)
 
 

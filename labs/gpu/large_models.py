@@ -2,9 +2,9 @@
 
     python -m labs.gpu.large_models --nproc 1
 
-About 45 s on an H200. One whole training step with AdamW, for each model in each format: with the default optimizer
-and with the fused one, and (BERT) with every layer's activations computed again in backward. Steps of one model and
-format take turns. The peak is the allocator's, of one step.
+About 45 s on an H200. Times a whole training step with AdamW for each model and format: with the default optimizer,
+with the fused one and, for BERT, with every layer's activations recomputed in backward. The steps of one model and
+format are interleaved. The peak is the allocator's, for one step.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ SMOKE = {"formats": ("fp32", "bf16")}  # with --smoke in a shell
 
 @dataclass(frozen=True)
 class Config:
-    """Which models, in which formats."""
+    """Which models and formats to run."""
 
     models: tuple[Model, ...] = ("bert_large", "gpt_block")
     """BERT-large on sequences of 128 tokens, and one block of the smallest GPT-2."""
     formats: tuple[Format, ...] = ("bf16", "fp32", "tf32", "fp16")
-    """In this order: what counts most comes first."""
+    """Number formats, most important first."""
     batch_size: Annotated[int, Ge(1)] = 32
-    """Sequences in a step."""
+    """Sequences per step."""
     rounds: Annotated[int, Ge(2)] = 9
-    """Times that each way takes its turn."""
+    """Rounds; each way runs once per round."""
     smoke: bool = False
     """Small models and two rounds."""
 
 
 class Recomputed(nn.Module):
-    """A layer whose activations are computed again in backward."""
+    """A layer whose activations are recomputed in backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer itself."""
+        """Return what the layer returns."""
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
 def build(model: Model, way: str, smoke: bool) -> Workload:
-    """The model's workload; with recomputation in every layer of BERT."""
+    """Return the model's workload; "recompute" recomputes every layer of BERT."""
     torch.manual_seed(0)
     workload = gpt_block() if model == "gpt_block" else tiny_bert() if smoke else bert()
     if way == "recompute" and isinstance(workload.module, Bert):
@@ -71,7 +71,7 @@ def build(model: Model, way: str, smoke: bool) -> Workload:
 
 
 def training_step(workload: Workload, name: Format, way: str, rows: int, device: torch.device) -> Callable[[], None]:
-    """One step of AdamW on one batch, all on `device`."""
+    """Return a function that runs one step of AdamW on one batch, all on `device`."""
     module = workload.module.to(device)
     x, y = (t.to(device) for t in workload.make_batch(rows))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=way == "fused")
@@ -89,7 +89,7 @@ def training_step(workload: Workload, name: Format, way: str, rows: int, device:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each model in each format: seconds of a step, and its peak; or that it didn't fit."""
+    """Measure each model in each format: seconds per step and its peak, or that it didn't fit."""
     cases = [(model, name) for model in config.models for name in config.formats]
     for done, (model, name) in enumerate(cases):
         rank.progress(done, len(cases), f"{model} {name}")
@@ -105,13 +105,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def measured(model: Model, name: Format, config: Config, rank: Rank) -> Iterator[Record]:
-    """Peaks of all ways, one after the other, then their steps in turn."""
+    """Measure the peaks of all ways one after another, then their steps interleaved."""
     rows, steps = 2 if config.smoke else config.batch_size, {}
     case = {"model": model, "format": name, "batch_size": rows}
     for way in WAYS:
         if way == "recompute" and model != "bert_large":
             continue
-        held = torch.cuda.memory_allocated(rank.device) if rank.device.type == "cuda" else 0  # by the ways before
+        held = torch.cuda.memory_allocated(rank.device) if rank.device.type == "cuda" else 0  # by earlier ways
         step = steps[way] = training_step(build(model, way, config.smoke), name, way, rows, rank.device)
         measure.time_steps(step, 2 if config.smoke else 4, rank.device)
         if rank.device.type == "cuda":
@@ -125,7 +125,7 @@ def measured(model: Model, name: Format, config: Config, rank: Rank) -> Iterator
 
 
 def answer(records: Records) -> Iterator[str]:
-    """The speedup of each format, of the fused optimizer, and the price of recomputing."""
+    """Report the speedup of each format and of the fused optimizer, and the cost of recomputing."""
     for model in dict.fromkeys(r.case["model"] for r in records.where("step_s")):
         step_s = {(r.case["format"], r.case["way"]): r for r in records.where("step_s", model=model)}
         said = [f"{name} {r.value * 1e3:.1f} ms" for (name, way), r in step_s.items() if way == "default"]

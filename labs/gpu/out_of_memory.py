@@ -2,8 +2,8 @@
 
     python -m labs.gpu.out_of_memory --nproc 1 --folder build/oom
 
-About 10 s on an H200. Allows this process one GB, and trains a model with a batch that doubles until an allocation
-fails. Keeps the error's message and, on CUDA, the allocator's history as https://docs.pytorch.org/memory_viz reads it.
+About 10 s on an H200. Limits this process to one GiB and doubles a model's batch until an allocation fails. Saves the
+error message and, on CUDA, the allocator's history, which https://docs.pytorch.org/memory_viz displays.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LIMIT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Config:
-    """Where message and snapshot go."""
+    """Where to write the message and the snapshot."""
 
     folder: Path = Path("build/oom")
-    """Folder of message.txt and snapshot.pickle.gz."""
+    """Folder for message.txt and snapshot.pickle.gz."""
     smoke: bool = False
-    """It is short already."""
+    """No effect: the run is already short."""
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The batch that failed, and the bytes that were allocated then."""
+    """Record the batch that failed, and the bytes allocated at that moment."""
     config.folder.mkdir(parents=True, exist_ok=True)
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
@@ -62,14 +62,14 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def train(model: nn.Module, rows: int, device: torch.device) -> None:
-    """Forward and backward. A CPU has no such limit: the error is raised for it from some size on."""
+    """Run forward and backward. A CPU has no such limit, so above 1024 rows the error is raised for it."""
     if device.type == "cpu" and rows > 1024:
         raise torch.OutOfMemoryError("CUDA out of memory (said on a CPU: nothing was asked for)")
     model(torch.randn(rows, 1024, device=device)).square().mean().backward()
 
 
 def answer(records: Records) -> Iterator[str]:
-    """The first line of the message."""
+    """Report the first line of the message."""
     r = records.one("failed_batch")
     yield f"A batch of {r.value:,.0f} rows failed: {r.case['message']}"
 

@@ -1,10 +1,10 @@
-"""Do pinned memory, non_blocking and a stream of its own hide the copy of a batch to the GPU?
+"""Do pinned memory, non_blocking and a separate stream hide the copy of a batch to the GPU?
 
     python -m labs.gpu.pinned_copies --nproc 1
 
-About 10 s on an H200. Takes eight batches of images from memory to the GPU, and multiplies each by a matrix there:
-with every way to copy, and with batches that are on the GPU already. Ways take turns. Workers and decoding are left
-out, so a batch of 77 MB is always ready: what is measured is the copy.
+About 10 s on an H200. Copies eight batches of images to the GPU and multiplies each by a matrix there: with every way
+to copy, and with batches already on the GPU, interleaved. There are no workers and no decoding, so a batch of 77 MB is
+always ready and only the copy is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 COUNT = 8
-"""Batches in one measurement."""
+"""Batches per measurement."""
 FEATURES = 1024
 
 
@@ -31,19 +31,19 @@ class Config:
     """How large batches are, and how much is computed on each."""
 
     batch_size: Annotated[int, Ge(1)] = 128
-    """Images in a batch."""
+    """Images per batch."""
     side: Annotated[int, Ge(1)] = 224
-    """Pixels on a side; there are three channels in FP32."""
+    """Pixels per side; images have three channels in FP32."""
     products: Annotated[int, Ge(1)] = 4
-    """Matrix products with each batch."""
+    """Matrix products per batch."""
     rounds: Annotated[int, Ge(2)] = 9
-    """Times that each way takes its turn."""
+    """Rounds; each way runs once per round."""
     smoke: bool = False
     """Two images of 32 pixels, and two rounds."""
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds for each batch, by the way it is copied. Without CUDA, the two ways that need none."""
+    """Measure seconds per batch for each way to copy. Without CUDA, only the two ways that don't need it."""
     rows, side, device = (2, 32, rank.device) if config.smoke else (config.batch_size, config.side, rank.device)
     pageable = [torch.randn(rows, 3 * side * side) for _ in range(COUNT)]
     weights = torch.randn(3 * side * side, FEATURES, device=device)
@@ -77,7 +77,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def side_stream(batches: list[Tensor], work: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
-    """Copies the next batch on a stream of its own while the GPU works on this one."""
+    """Return a step that copies the next batch on a separate stream while the GPU works on the current one."""
     copies = torch.cuda.Stream(device)
 
     def copied(batch: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def side_stream(batches: list[Tensor], work: Callable[[Tensor], None], device: t
         for following in [*batches[1:], None]:
             compute.wait_stream(copies)
             batch = ahead
-            batch.record_stream(compute)  # or its memory could be given to a later copy while it is being read
+            batch.record_stream(compute)  # otherwise a later copy could reuse its memory while it is being read
             if following is not None:
                 ahead = copied(following)
             work(batch)
@@ -99,7 +99,7 @@ def side_stream(batches: list[Tensor], work: Callable[[Tensor], None], device: t
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Each way's time, and how many times as fast as pageable memory it is."""
+    """Report each way's time, and how many times as fast as pageable memory it is."""
     batch_s = {r.case["copy"]: r for r in records.where("batch_s")}
     plain = batch_s["pageable"]
     said = ", ".join(f"{way} {r.value * 1e3:.2f} ms" for way, r in batch_s.items())

@@ -1,14 +1,14 @@
-"""What does this GPU say to the course? Two minutes of checks, then launches that notebooks show, by their value.
+"""What does this GPU show for the course? Two minutes of checks, then launches from notebooks, most valuable first.
 
     make gpu                                  # python -m labs.gpu: 8 minutes, into records/<machine>-<month>/
     python -m labs.gpu --list                 # every task in order, with expected seconds
-    python -m labs.gpu --minutes 30           # goes on until nothing is left
+    python -m labs.gpu --minutes 30           # continues until nothing is left
     python -m labs.gpu --only large_models traces
     python -m labs.gpu --rehearse             # without a GPU: short runs on CPU cores, into build/
 
-Each task runs in a process of its own with a time limit, and its files appear whole or not at all. Run the command
-again to resume: tasks that are done are skipped, failed ones are tried again. Exit code: 0 nothing failed, 1 a task
-failed, 2 bad input, 3 no GPU here, 130 interrupted.
+Each task runs in its own process with a time limit, and its files appear completely or not at all. Run the command
+again to resume: it skips finished tasks and retries failed ones. Exit code: 0 nothing failed, 1 a task failed, 2 bad
+input, 3 no GPU here, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ PROG = "python -m labs.gpu"
 ROOT = Path(__file__).parents[2]
 REPORT = "gpu.json"
 LEAST_S = 3.0
-"""A task is not started with less time left."""
+"""A task isn't started with less time left."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which tasks, for how long, and where their files go."""
+    """Which tasks to run, for how long, and where their files go."""
 
     minutes: Annotated[float, Gt(0)] = 8.0
-    """No task is started after this time, and the last one is stopped."""
+    """Start no task after this time, and stop the one that is running."""
     only: tuple[str, ...] = ()
-    """Tasks to run; () is all."""
+    """Tasks to run (default: all)."""
     list: bool = False
     """Print the tasks with their expected seconds, and run nothing."""
     rehearse: bool = False
-    """Short runs on CPU cores, which are no records: into build/gpu/rehearsal."""
+    """Do short runs on CPU cores, into build/gpu/rehearsal. They are no records."""
     out: Path = Path("records")
-    """The folder <machine>-<year>-<month> is made in this one."""
+    """Parent of the folder <machine>-<year>-<month>."""
 
     def __post_init__(self) -> None:
         for name in self.only:
@@ -65,7 +65,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended: "done", "failed" or "cannot" be run here, with the reason and the seconds it took."""
+    """How a task ended: "done", "failed", or "cannot" if it can't run here; with the reason and its seconds."""
 
     task: str
     word: str
@@ -75,12 +75,12 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """For a terminal."""
+        """The outcome as one line for a terminal."""
         return f"{self.word:6}  {self.task:18} {self.seconds:5.0f} s  {self.reason}"
 
 
 class Report:
-    """The outcomes so far, in `folder`/gpu.json: written after every task, read when a run resumes."""
+    """The outcomes so far, in `folder`/gpu.json. Written after every task, read to resume a run."""
 
     def __init__(self, folder: Path, place: Place) -> None:
         self.path, self.place = folder / REPORT, place
@@ -90,11 +90,11 @@ class Report:
             self.outcomes = {row["task"]: Outcome(**row) for row in found if row["task"] in TASKS}
 
     def is_done(self, task: str) -> bool:
-        """Whether `task` needs no further try."""
+        """Return whether `task` needs no further try."""
         return task in self.outcomes and self.outcomes[task].word == "done"
 
     def add(self, outcome: Outcome) -> None:
-        """Keep an outcome in place of an earlier one, on disk as well."""
+        """Store an outcome, replacing an earlier one, and write the file."""
         self.outcomes[outcome.task] = outcome
         found = {
             "provenance": record.provenance(),
@@ -175,13 +175,13 @@ def _count(gpus: int) -> str:
 
 
 def machine_folder(gpus: list[str], utc: str) -> str:
-    """A folder of records/, for example "4x-nvidia-a100-sxm4-80gb-2026-11"."""
+    """Return the name of the folder in records/, for example "4x-nvidia-a100-sxm4-80gb-2026-11"."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower()).strip("-")
     return f"{len(gpus)}x-{slug}-{utc[:7]}" if len(gpus) > 1 else f"{slug}-{utc[:7]}"
 
 
 def table() -> str:
-    """Every task in order: expected seconds on an H200, limit, GPUs, and what it asks."""
+    """List every task in order: expected seconds on an H200, limit, GPUs, question."""
     rows = [f"{'task':18} {'expected':>9} {'limit':>6} {'GPUs':>5}  question"]
     rows += [
         f"{name:18} {task.seconds:7.0f} s {task.limit_s:4.0f} s {task.gpus:5}  {task.question}"
@@ -192,7 +192,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Entry point of the command line."""
+    """Run the command line."""
     config = cli.parse_config(Config, __doc__, PROG)
     if config.list:
         print(table())
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def require_elsewhere(out: Path) -> None:
-    """A rehearsal writes no record."""
+    """Reject --out for a rehearsal, which writes no records."""
     if out != Config.out:
         cli.fail(PROG, "--rehearse writes into build/gpu/rehearsal alone: leave out --out")
 

@@ -1,6 +1,6 @@
 """The tasks of `make gpu`, in order: checks of what the course promises, then launches, most valuable first.
 
-To show a new launch of a notebook on GPUs, add it here with the seconds it takes and a limit.
+To record a notebook's new launch on GPUs, add it here with the seconds it takes and a limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """Where tasks run: how many GPUs, or CPU cores in a rehearsal."""
+    """Where tasks run: the number of GPUs, or of CPU cores in a rehearsal."""
 
     gpus: int
     rehearsal: bool = False
@@ -21,7 +21,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, how long it takes on an H200, when it is stopped, and the command that writes into a folder."""
+    """The question, its time on an H200, its time limit, and the command that writes into a folder."""
 
     question: str
     seconds: float
@@ -30,15 +30,15 @@ class Task:
     gpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     fine: tuple[int, ...] = (0,)
-    """Exit codes of a run that did what it should."""
+    """Exit codes that count as success."""
 
 
 def lab(
     name: str, *options: Any, nproc: int | None = 1, saved: str = "", folder: bool = False
 ) -> Callable[[Place, Path], list[Any]]:
-    """`python -m labs.NAME` with these options, its records in NAME.jsonl (or `saved`). nproc None: all GPUs.
+    """Return the command `python -m labs.NAME` with these options and its records in NAME.jsonl (or `saved`).
 
-    With `folder`, the lab writes other files into --folder.
+    nproc None means all GPUs. With `folder`, the lab writes other files into --folder.
     """
 
     def command(place: Place, part: Path) -> list[Any]:
@@ -52,12 +52,12 @@ def lab(
 
 
 def check(name: str) -> Callable[[Place, Path], list[Any]]:
-    """`python -m labs.gpu.checks NAME`."""
+    """Return the command `python -m labs.gpu.checks NAME`."""
     return lambda place, part: ["labs.gpu.checks", name, *(["--rehearse"] if place.rehearsal else [])]
 
 
 def doctor(script: str, *options: Any) -> Callable[[Place, Path], list[Any]]:
-    """The doctor's report on a script, as report.json."""
+    """Return the command for the doctor's report on a script, as report.json."""
 
     def command(place: Place, part: Path) -> list[Any]:
         short = ["--steps", 5, "--seconds", 0] if place.rehearsal else ["--seconds", 20]
@@ -70,7 +70,7 @@ NCCL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING", "NCCL_DE
 
 DATA = Path(__file__).parents[1] / "common" / "data" / "fashion_mnist_12k.npz"
 NOT_READY = (0, 1)
-"""hardware_probe ends with 1 where the machine lacks something, such as JupyterLab, and measures all the same."""
+"""hardware_probe exits with 1 if the machine lacks something, such as JupyterLab, but still measures."""
 
 TASKS: dict[str, Task] = {
     "launcher": Task("Does CUDA stay out of the launching process?", 12, 40, check("launcher")),
@@ -127,4 +127,4 @@ TASKS: dict[str, Task] = {
     "gradient_compression": Task("Notebook 07: does compression pay between GPUs?", 25, 90,
                                  lab("gradient_compression", nproc=None), 2),
 }  # fmt: skip
-"""By name, in the order in which they run."""
+"""By name, in the order they run."""

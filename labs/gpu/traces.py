@@ -1,9 +1,9 @@
-"""What does a launch-bound step look like in a trace, and a compute-bound one?
+"""What do a launch-bound step and a compute-bound step look like in a trace?
 
     python -m labs.gpu.traces --nproc 1 --folder build/traces
 
-About 15 s on an H200. Profiles a few steps of a narrow, deep perceptron and of a GPT block with torch.profiler, from
-the first step on, and writes a Chrome trace of each (gzip, under 2 MB), which https://ui.perfetto.dev opens.
+About 15 s on an H200. Profiles the first steps of a narrow, deep perceptron and of a GPT block with torch.profiler, and
+writes a Chrome trace of each (gzip, under 2 MB), which https://ui.perfetto.dev opens.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MOST_BYTES = 2_000_000
 
 @dataclass(frozen=True)
 class Config:
-    """How many steps, and where the traces go."""
+    """How many steps to trace, and where the traces go."""
 
     folder: Path = Path("build/traces")
-    """Folder of launch_bound.json.gz and compute_bound.json.gz."""
+    """Folder for launch_bound.json.gz and compute_bound.json.gz."""
     steps: Annotated[int, Interval(ge=1, le=20)] = 3
     """Steps in each trace; the first is the process's first."""
     smoke: bool = False
@@ -41,13 +41,13 @@ class Config:
 
 
 def launch_bound() -> Workload:
-    """40 layers, 32 wide: nearly no arithmetic, many operators."""
+    """Return a model of 40 layers, 32 wide: many operators with nearly no arithmetic."""
     module = nn.Sequential(*(m for _ in range(40) for m in (nn.Linear(32, 32), nn.ReLU())))
     return Workload(module, lambda rows: (torch.randn(rows, 32), torch.randn(rows, 32)), nn.functional.mse_loss)
 
 
 def training_step(workload: Workload, rows: int, device: torch.device) -> Callable[[], None]:
-    """One step of SGD on one batch."""
+    """Return a function that runs one step of SGD on one batch."""
     module = workload.module.to(device)
     x, y = (t.to(device) for t in workload.make_batch(rows))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
@@ -61,7 +61,7 @@ def training_step(workload: Workload, rows: int, device: torch.device) -> Callab
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """A trace of each step, and the share of its time in which the device runs a kernel."""
+    """Write each trace; record the seconds of each step and the share of them in which the device runs a kernel."""
     cases = {"launch_bound": (launch_bound, 32), "compute_bound": (gpt_block, 2 if config.smoke else 64)}
     for done, (name, (build, rows)) in enumerate(cases.items()):
         rank.progress(done, len(cases), name)
@@ -77,13 +77,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def kernel_s(profiler: profile) -> float:
-    """Seconds that kernels and copies took on the GPU, added up."""
+    """Return the total seconds of kernels and copies on the GPU."""
     on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sum(e.device_time_total for e in on_gpu if not getattr(e, "is_user_annotation", False)) / 1e6
 
 
 def export(profiler: profile, path: Path) -> int:
-    """Write the profiler's trace to `path`, whole or not at all. Returns its bytes. RuntimeError above MOST_BYTES."""
+    """Write the trace to `path`, completely or not at all; return its bytes. RuntimeError above MOST_BYTES."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = path.with_suffix(".part")
     try:
@@ -99,7 +99,7 @@ def export(profiler: profile, path: Path) -> int:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """The first step and the last of each trace, and how busy the device was."""
+    """Report each trace's first and last step, and how busy the device was."""
     for r in records.where("step_s"):
         busy = [
             f", kernels run {s.value:.0%} of the time" for s in records.where("kernel_share", trace=r.case["trace"])

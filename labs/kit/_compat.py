@@ -17,7 +17,7 @@ from typing import Any
 from labs.kit.errors import BadInput
 
 DYNAMO = "torch._dynamo"
-"""Imported by a process's first optimizer or DDP, which takes as long as torch: preload it where that would be timed."""
+"""Imported by a process's first optimizer or DDP; it takes as long as torch: preload it where that would be timed."""
 C = "torch._C"
 DDP = "torch.nn.parallel:DistributedDataParallel"
 LOADING = "torch.utils.data.dataloader"

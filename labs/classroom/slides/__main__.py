@@ -4,8 +4,8 @@
     python -m labs.classroom.slides --source build           # the outputs of this machine's `make course`
     python -m labs.classroom.slides 03_dataparallel_vs_ddp --solutions 03.1 03.3
 
-A question and the cell for its prediction are on one slide, and the result on the next. Solutions are left out unless
-you ask for them ("all", or their ids). Exit code: 0 written, 2 bad input.
+A question and the cell for its prediction share a slide; the result is on the next. Solutions appear only if you ask
+for them ("all", or their ids). Exit code: 0 written, 2 bad input.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ REVEAL = HERE / "reveal"
 
 
 def slides_page(path: Path, solved: set[str] = frozenset()) -> str:
-    """The HTML of one notebook's slides, with the solutions of the exercises in `solved`.
+    """Return the HTML of one notebook's slides, with the solutions of the exercises in `solved`.
 
     Raises:
-        BadInput: the file is no notebook, or holds no outputs, so there is nothing to show.
+        BadInput: if the file isn't a notebook or has no outputs.
     """
     from nbconvert import SlidesExporter
 
@@ -60,7 +60,7 @@ def slides_page(path: Path, solved: set[str] = frozenset()) -> str:
 
 
 def index_page(sources: list[Path]) -> str:
-    """A page with a link to each set of slides."""
+    """Return a page with a link to each notebook's slides."""
     entries = [Entry.of(p) for p in sources]
     rows = [f'<li><a href="{e.name}.html">{e.name[:2]}: {html.escape(e.title)}</a></li>' for e in entries]
     style = "body { font: 24px/1.8 system-ui, sans-serif; margin: 3rem auto; max-width: 45rem } li { list-style: none }"
@@ -70,7 +70,7 @@ def index_page(sources: list[Path]) -> str:
 
 
 def _read(path: Path) -> NotebookNode:
-    Entry.of(path)  # BadInput if it is no notebook
+    Entry.of(path)  # raises BadInput if it isn't a notebook
     notebook = nbformat.read(path, as_version=4)
     ran = any(c.outputs for c in notebook.cells if c.cell_type == "code")
     require(ran, f"{path} has no outputs: run `make course`, then add --source build")
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def _solved(ids: list[str]) -> set[str]:
-    known = exercise_ids() if ids else []  # loads every exercise, and torch
+    known = exercise_ids() if ids else []  # imports every exercise, and torch
     for i in ids:
         require(i == "all" or i in known, f"there is no exercise {i!r}; there are {', '.join(known)} and all")
     return set(known) if "all" in ids else set(ids)

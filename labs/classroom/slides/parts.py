@@ -1,7 +1,7 @@
-"""Which part of which cell is shown, and where a slide begins.
+"""Decide which part of which cell is shown, and where a slide begins.
 
-slide: to the right, at every heading of the first two ranks. subslide: below. fragment: on the same slide, after one
-more key. "-": on the same slide at once. A measured result is never on the screen together with its question.
+slide: to the right, at every level 1 or 2 heading. subslide: below. fragment: on the same slide, after one more key
+press. "-": on the same slide at once. A measured result is never on the screen together with its question.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 from labs.kit.check import get_exercise
 
-PAGE_CHARACTERS = 900  # of text that the back row still reads
+PAGE_CHARACTERS = 900  # of text, still readable from the back row
 TABLE_CHARACTERS = 1200
-REMARK_CHARACTERS = 350  # a text so short stays with the result that it is about
+REMARK_CHARACTERS = 350  # a text this short stays with the result it describes
 FOLDED = re.compile(r"<details\b[^>]*>\s*<summary>(.*?)</summary>.*?</details>", re.DOTALL)
 CHECKED = re.compile(r"""^check\(\s*["']([\d.]+)["']""", re.MULTILINE)
 
 
 def parts_of(cells: list[NotebookNode], solved: set[str]) -> list[NotebookNode]:
-    """What is shown of the cells, in order, each part with its slide type; solutions of the exercises in `solved`."""
+    """Return the shown parts of the cells, in order, with slide types, and solutions of the exercises in `solved`."""
     shown: list[NotebookNode] = []
     for cell in cells:
         if cell.cell_type == "markdown":
@@ -36,7 +36,7 @@ def parts_of(cells: list[NotebookNode], solved: set[str]) -> list[NotebookNode]:
 
 
 def _is_set_up(cell: NotebookNode) -> bool:
-    """Nothing to show: no code, the parameters, or imports alone."""
+    """Return whether a cell has nothing to show: no code, the parameters, or only imports."""
     try:
         body = ast.parse(cell.source).body
     except SyntaxError:  # a magic
@@ -47,7 +47,7 @@ def _is_set_up(cell: NotebookNode) -> bool:
 
 
 def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
-    """Source alone for what the learner writes, both for a launch, results alone for the rest."""
+    """Yield the source for what the learner writes, source and results for a launch, only results for the rest."""
     if CHECKED.search(cell.source) or "TODO" in cell.source or "predict(" in cell.source:
         yield _typed(new_code_cell(cell.source), "-")
         yield from (_solution(i) for i in CHECKED.findall(cell.source) if i in solved)
@@ -62,7 +62,8 @@ def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
 
 
 def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
-    """A slide for each heading, another for what would make it too long. Hints are for who sits at the exercise."""
+    """Yield a slide for each heading, and more if it would be too long. Leaves out folded hints, which aren't for a
+    room."""
     source = re.sub(r"<details>.*?</details>", "", source, flags=re.DOTALL)
     for section in filter(None, map(str.strip, re.split(r"^(?=#{1,3} )", source, flags=re.MULTILINE))):
         kind = "slide" if re.match(r"##? ", section) else "subslide"
@@ -74,7 +75,7 @@ def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
 
 
 def _pages(text: str) -> list[str]:
-    """Paragraphs joined into pages of at most PAGE_CHARACTERS; a longer paragraph or code block has its own page."""
+    """Join paragraphs into pages of at most PAGE_CHARACTERS; a longer paragraph or code block gets its own page."""
     pages: list[str] = []
     for paragraph in re.split(r"\n\n(?!\s)", text):
         in_code = bool(pages) and pages[-1].count("```") % 2 == 1
@@ -86,7 +87,7 @@ def _pages(text: str) -> list[str]:
 
 
 def _results(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
-    """Outputs without their source: a room looks at the figure. A long table is cut into pages."""
+    """Yield outputs without their source. A long table is cut into pages."""
     markup = [_html(o) for o in outputs]
     if len(outputs) == 1 and "<table" in markup[0]:
         for page in table_pages(markup[0]):
@@ -105,9 +106,9 @@ def _markdown(output: NotebookNode) -> str:
 
 
 def table_pages(markup: str) -> list[str]:
-    """The HTML of a table as tables of at most TABLE_CHARACTERS of text, each with the head; notes under the last.
+    """Split an HTML table into tables of at most TABLE_CHARACTERS of text, each with the head; notes go under the last.
 
-    Of what is folded away (`<details>`) the summary alone is shown.
+    Folded parts (`<details>`) show only their summary.
     """
     markup = FOLDED.sub(r"<p>\1</p>", markup)
     body = re.search(r"(?<=<tbody>).*(?=</tbody>)", markup, re.DOTALL)
@@ -125,7 +126,7 @@ def table_pages(markup: str) -> list[str]:
 
 
 def _characters(row: str) -> int:
-    return len(re.sub(r"<[^>]*>", "", row)) + 40  # a short row, too, takes a line
+    return len(re.sub(r"<[^>]*>", "", row)) + 40  # even a short row takes a line
 
 
 def _shown(outputs: list[NotebookNode], kind: str) -> NotebookNode:
