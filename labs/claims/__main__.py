@@ -1,5 +1,4 @@
-"""What five articles claim, and what this course found: print all verdicts or one claim's sheet, or repeat its
-launches.
+"""What five articles claim, and what this course found: print verdicts, show one claim, or repeat its launches.
 
 python -m labs.claims                                  # every claim, by the recorded evidence
 python -m labs.claims --article C --subject precision --verdict "does not hold"

@@ -23,7 +23,7 @@ def c07_the_clock_may_start_at_once(records: Records) -> Verdict:
 
 @verdict("C08")
 def c08_data_may_be_made_inside_the_loop(records: Records) -> Verdict:
-    """Holds if making data before the clock doesn't change the answer. Never refuted: some pipelines load in the loop."""
+    """Holds if making data before the clock changes nothing. Never refuted: some pipelines do make data in the loop."""
     found, model = _repaired(records, "synchronise", "as printed")
     because = f"data made before the clock, and a wait, make the answer {found} ({model})"
     return Verdict("holds", because) if within(found) else depends(differs(found), because)

@@ -20,7 +20,7 @@ def _speedups(records: Records) -> dict[str, dict[float, Estimate]]:
 
 
 def _spread(records: Records) -> tuple[list[bool], list[bool], str]:
-    """Return per model whether its speedup surely differs between links, whether it is surely equal, and the numbers."""
+    """Return per model whether its speedup surely differs between links, whether it is surely equal, and a text."""
     differ, same, said = [], [], []
     for model, found in _speedups(records).items():
         slow, fast = found[min(found)], found[max(found)]

@@ -1,4 +1,4 @@
-"""Exercises of notebook 00: read a card's printout, count usable cores, measure an all-reduce."""
+"""Exercises of notebook 00: diagnose cards from a printout, count usable cores, measure an all-reduce."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CARDS = {
     "D": _card(1110, 371, 88, 100, "software thermal slowdown"),
     "E": _card(1200, 402, 58, 100, "application clocks setting"),
 }
-"""Made up, in the form of what NVML reports of cards of one kind; each is in one of the five states."""
+"""Made-up NVML readings of five identical cards, one in each state."""
 HIDDEN = {
     "a hot card without a throttle reason": _card(1980, 540, 86, 99),
     "an idle card with clocks set by hand": _card(345, 74, 30, 0, "application clocks setting"),
@@ -50,10 +50,10 @@ HIDDEN = {
 
 
 def diagnose(card: Card) -> str:
-    """ "idle", "heat", "power", "locked" or "fine"."""
+    """Return a card's state: "idle", "heat", "power", "locked" or "fine"."""
     reasons = " ".join(card["throttle reasons"])
     if card["utilisation (%)"] == 0:
-        return "idle"  # without work it lowers its clocks: that shows nothing
+        return "idle"  # without work a card lowers its clocks, so they show nothing
     if "thermal" in reasons:
         return "heat"
     if "power" in reasons:
@@ -62,7 +62,7 @@ def diagnose(card: Card) -> str:
 
 
 def observe_diagnosis(answer: Callable[[Card], str]) -> dict[str, Any]:
-    """The word for each card of the notebook, and for others."""
+    """Return the answer's word for each of the notebook's cards, and for others."""
     found = {f"card {name}": answer(dict(card)) for name, card in CARDS.items()}
     return found | {what: answer(dict(card)) for what, card in HIDDEN.items()}
 
@@ -80,7 +80,7 @@ def _software_only(card: Card) -> str:
 
 
 def usable_cores(affinity: Collection[int], cpu_max: str) -> int:
-    """Threads that can run all the time: the affinity's cores, cut by the quota, at least 1."""
+    """Return how many threads can run all the time: the affinity's cores, cut by the quota, at least 1."""
     quota, period = cpu_max.split()
     if quota == "max":
         return len(affinity)
@@ -99,12 +99,12 @@ CORES = (
 
 
 def observe_usable_cores(answer: Callable[[set[int], str], int]) -> dict[str, Any]:
-    """How many cores it counts for each affinity and quota."""
+    """Return how many cores the answer counts for each affinity and quota."""
     return {f'affinity {cores}, cpu.max "{text}"': _whole(answer(set(cores), text)) for cores, text in CORES}
 
 
 def _whole(count: Any) -> Any:
-    """An int, also of NumPy or torch; anything else in words, as it isn't a number of threads."""
+    """Return an int, even from NumPy or torch; describe anything else in words, since it isn't a number of threads."""
     try:
         return operator.index(count)
     except TypeError:
@@ -130,9 +130,9 @@ def _down_to_none(affinity: Collection[int], cpu_max: str) -> int:
 
 
 def measured_busbw_gb_s(size_bytes: int) -> float:
-    """Bus bandwidth of an all-reduce of `size_bytes`, in 10^9 byte/s; the same number on every rank."""
+    """Return the bus bandwidth of an all-reduce of `size_bytes`, in 10^9 byte/s; the same number on every rank."""
     buffer, ranks = torch.zeros(size_bytes // 4), dist.get_world_size()
-    dist.all_reduce(buffer)  # the first one makes the connections
+    dist.all_reduce(buffer)  # the first one opens the connections
     seconds = []
     for _ in range(5):
         dist.barrier()  # all ranks start together
@@ -147,13 +147,13 @@ def measured_busbw_gb_s(size_bytes: int) -> float:
 RANKS, SIZE = 3, 3 * 2**18
 CALL_S, LAST_RANK_S, FIRST_S = 0.03, 0.12, 0.6
 """Seconds that the checker adds to an all-reduce, to one on the last rank, and to each rank's first one."""
-NEAR = 1.2  # a clock around a call sees more than the call
+NEAR = 1.2  # tolerance, because a clock around a call measures more than the call
 Log = list[tuple[int, float]]
-"""(bytes, seconds) of each all-reduce of a rank; inf seconds for one that was never waited for."""
+"""(bytes, seconds) of each all-reduce of a rank; inf seconds if it was never waited for."""
 
 
 def observe_busbw(answer: Callable[[int], float]) -> dict[str, Any]:
-    """What it measures on three ranks, on which the checker makes every all-reduce slower by known times."""
+    """Return what the answer measures on three ranks, where the checker slows every all-reduce by known times."""
     found = run_on_ranks(_slowed, RANKS, answer)
     numbers, logs = [number for number, _ in found], [[s for size, s in log if size == SIZE] for _, log in found]
     if not all(isinstance(number, float) for number in numbers):
@@ -172,7 +172,7 @@ def observe_busbw(answer: Callable[[int], float]) -> dict[str, Any]:
 
 
 def _time_behind(gb_s: float, logs: list[list[float]]) -> str:
-    """Which time of the checker's own log, and which formula, make this answer."""
+    """Say which time in the checker's log, and which formula, give this answer."""
     after = [log[1:] for log in logs]
     slowest = max(after, key=statistics.median)
     factor = 2 * (RANKS - 1) / RANKS
@@ -190,7 +190,7 @@ def _time_behind(gb_s: float, logs: list[list[float]]) -> str:
 
 
 def _slowed(answer: Callable[[int], float]) -> tuple[Any, Log]:
-    """A rank's answer as a float (or in words what it is), and the checker's log."""
+    """Return a rank's answer as a float (or described in words) and the checker's log."""
     log: Log = []
     with _slow_all_reduce(answer, log):
         found = answer(SIZE)
@@ -201,7 +201,7 @@ def _slowed(answer: Callable[[int], float]) -> tuple[Any, Log]:
 
 
 class _Waited:
-    """What an asynchronous all-reduce returns: finished when `wait` has added the checker's time."""
+    """The work of an asynchronous all-reduce. It has finished once `wait` has added the checker's time."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self.work, self.finish = work, finish
@@ -214,7 +214,7 @@ class _Waited:
 
 @contextlib.contextmanager
 def _slow_all_reduce(answer: Callable[..., Any], log: Log) -> Iterator[None]:
-    """Make dist.all_reduce slower, under any name that `answer` has for it, and note its calls in `log`."""
+    """Slow dist.all_reduce down, under every name that `answer` has for it, and log its calls."""
     original = dist.all_reduce
     last = dist.get_rank() == dist.get_world_size() - 1
 
@@ -244,7 +244,7 @@ def _slow_all_reduce(answer: Callable[..., Any], log: Log) -> Iterator[None]:
 def _timed(
     size_bytes: int, calls: int = 5, warm: bool = True, op: Any = dist.ReduceOp.MAX, busbw: bool = True
 ) -> float:
-    """The reference with one thing changed."""
+    """Run the reference with one thing changed."""
     buffer, ranks = torch.zeros(size_bytes // 4), dist.get_world_size()
     if warm:
         dist.all_reduce(buffer)

@@ -23,7 +23,7 @@ from labs.kit.measure import Estimate, differs, estimate
 
 Answer = Callable[..., Any]
 
-# -- 01.1: a benchmark of simulated devices, whose times are known
+# -- 01.1: a benchmark of simulated devices with known times
 
 
 def benchmark(
@@ -32,7 +32,7 @@ def benchmark(
     synchronize: Callable[[], object],
     clock: Callable[[], float],
 ) -> float:
-    """Seconds of a typical step: 40 steps of warm-up, then the median of 30, each timed alone."""
+    """Return the seconds of a typical step: 40 warm-up steps, then the median of 30, each timed alone."""
     batch = make_batch()
     for _ in range(40):
         step(batch)
@@ -47,10 +47,10 @@ def benchmark(
 
 
 class SimulatedDevice:
-    """An accelerator that works through a queue while the host runs ahead, in virtual time.
+    """An accelerator in virtual time that works through a queue while the host runs ahead.
 
-    `step` takes about `step_s` seconds of the device's time, far longer in the first WARM_UP steps, and one in eight
-    is an outlier. `readings` holds (seconds, steps started, batches made, steps still queued) of each clock reading.
+    `step` takes about `step_s` seconds of device time. The first WARM_UP steps take far longer, and one in eight is an
+    outlier. `readings` holds (seconds, steps started, batches made, steps still queued) of each clock reading.
     """
 
     WARM_UP = 40
@@ -64,14 +64,14 @@ class SimulatedDevice:
         self._batches = 0
 
     def make_batch(self) -> object:
-        """A batch; costs the host `batch_s`."""
+        """Make a batch, which takes the host `batch_s` seconds."""
         self._now += self.batch_s
         self._batches += 1
         return object()
 
     def step(self, batch: object) -> None:
         """Queue one step."""
-        self._now += 0.004 * self.step_s  # the launch
+        self._now += 0.004 * self.step_s  # launch overhead
         seconds = self.step_s * self._random.gauss(1, 0.03)
         if len(self._ends) < self.WARM_UP:
             seconds *= 3 + 20 / (1 + len(self._ends))
@@ -84,7 +84,7 @@ class SimulatedDevice:
         self._now = max([self._now, *self._ends[-1:]]) + 1e-6
 
     def clock(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         queued = len(self._ends) - bisect_right(self._ends, self._now)
         self.readings.append((self._now, len(self._ends), self._batches, queued))
         self._now += 1e-7
@@ -92,7 +92,7 @@ class SimulatedDevice:
 
 
 def observe_benchmark(answer: Answer) -> dict[str, Any]:
-    """What the clock readings enclose, and how far the answer is from a typical step, on three devices."""
+    """Return what the clock readings enclose, and how far the answer is from a typical step, on three devices."""
     seen: dict[str, Any] = {}
     for name, device in {
         "a fast device": SimulatedDevice(0.0045, 0.009, seed=3),
@@ -151,12 +151,12 @@ def _mean(step: Any, make_batch: Any, synchronize: Any, clock: Any) -> float:
 def fair_compare(
     a: Callable[[], object], b: Callable[[], object], seconds_of: Callable[[Callable], float], pairs: int
 ) -> tuple[list[float], str]:
-    """Seconds of b over seconds of a, pair by pair, and what their median's interval allows to say about b."""
+    """Return the seconds of b over those of a, pair by pair, and what their median's interval says about b."""
     ratios = []
     for i in range(pairs):
         if i % 2 == 0:
             a_s, b_s = seconds_of(a), seconds_of(b)
-        else:  # neither of them always runs first
+        else:  # alternate, so that neither always runs first
             b_s, a_s = seconds_of(b), seconds_of(a)
         ratios.append(b_s / a_s)
     return ratios, _verdict(estimate(ratios))
@@ -169,10 +169,10 @@ def _verdict(interval: Estimate) -> str:
 
 
 class DriftingMachine:
-    """A machine on which everything gets slower by half after `quiet_runs` runs, for good.
+    """A machine that becomes 1.5 times slower, permanently, after `quiet_runs` runs.
 
-    Of two runs in a row, the second takes longer by the share `second_slower`; `noise` is the relative standard
-    deviation of a run. `runs` holds the name and the seconds of each.
+    Of two consecutive runs, the second takes longer by the share `second_slower`. `noise` is a run's relative standard
+    deviation. `runs` holds each run's name and seconds.
     """
 
     def __init__(self, slower: float, quiet_runs: int, second_slower: float, noise: float, seed: int) -> None:
@@ -187,7 +187,7 @@ class DriftingMachine:
         """Version b; `seconds_of` runs it."""
 
     def seconds_of(self, version: Callable[[], object]) -> float:
-        """Run `version` once; its seconds."""
+        """Run `version` once and return its seconds."""
         name = getattr(version, "__name__", "")
         if name not in ("a", "b"):
             raise TypeError("seconds_of() takes the function a or b itself")
@@ -203,11 +203,11 @@ MACHINES = {
     "b takes 16 % less": (0.84, 0.02, 0.05, 21),
     "b takes 3 % longer, on a quiet machine": (1.03, 0.002, 0.004, 20),
 }
-"""(b over a, noise, how much slower the second run is, pairs)."""
+"""(b over a, noise, share by which the second run is slower, pairs)."""
 
 
 def observe_compare(answer: Answer) -> dict[str, Any]:
-    """In which order a and b run on four machines, what is returned, and whether the verdict follows from it."""
+    """Return the order in which a and b run on four machines, what is returned, and whether the verdict follows."""
     seen: dict[str, Any] = {}
     for seed, (name, (slower, noise, second, pairs)) in enumerate(MACHINES.items()):
         machine = DriftingMachine(slower, round(0.95 * pairs), second, noise, seed)
@@ -267,7 +267,7 @@ def train_epoch(
     batches: Sequence[tuple[Tensor, Tensor]],
     device: torch.device,
 ) -> tuple[float, float]:
-    """(mean loss, accuracy) over the samples of an epoch. The host runs ahead; it waits once, at the end."""
+    """Return (mean loss, accuracy) over an epoch's samples. The host runs ahead and waits once, at the end."""
     total, right = torch.zeros((), device=device), torch.zeros((), device=device)
     for x, y in batches:
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -276,22 +276,22 @@ def train_epoch(
         loss = loss_of(output, y)
         loss.backward()
         optimizer.step()
-        total += loss.detach() * len(y)  # detached: the sum does not keep the graphs of all steps
+        total += loss.detach() * len(y)  # detached, so the sum doesn't keep every step's graph
         right += (output.argmax(1) == y).sum()
-    samples = sum(len(y) for _, y in batches)  # lengths are known on the host
+    samples = sum(len(y) for _, y in batches)  # the host knows the lengths
     return total.item() / samples, right.item() / samples
 
 
 ROWS = (16, 16, 16, 16, 5)
-"""Samples of each batch: the last one is smaller, as in most epochs."""
+"""Samples of each batch. The last one is smaller, as in most epochs."""
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__array__", "__repr__", "__format__")
-"""Methods of a tensor that need its numbers on the host."""
+"""Tensor methods that need its numbers on the host."""
 SIZED = ("nonzero", "masked_select", "_unique2", "equal", "_local_scalar_dense")
-"""Operators whose result has a size or a truth that only the device knows."""
+"""Operators whose result has a size or a truth value that only the device knows."""
 
 
 class Watch(TorchDispatchMode):
-    """Notes reads of tensors and blocking copies, by the number of optimizer steps before them; and old graphs."""
+    """Notes, by optimizer step, when tensors are read and copies block; and how many old graphs are kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Watch(TorchDispatchMode):
         self._quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called in place of each operation, with this mode switched off."""
+        """Run instead of each operation, with this mode switched off."""
         name = func.overloadpacket.__name__
         mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
         if (name in SIZED or mask) and not self._quiet:
@@ -313,14 +313,14 @@ class Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """Tensors report reads and copies meanwhile; what `optimizer` reads itself doesn't count."""
+        """Make tensors report reads and copies within the block, except those by `optimizer` itself."""
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "_quiet", True))
         optimizer.register_step_post_hook(self._stepped)
         with contextlib.ExitStack() as stack:
             for name in READS:
                 stack.enter_context(mock.patch.object(Tensor, name, self._reading(getattr(Tensor, name))))
             stack.enter_context(mock.patch.object(Tensor, "to", self._copying(Tensor.to)))
-            stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor))  # it is pinned
+            stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor))  # already pinned
             for module in (torch.cuda, torch.cpu, torch.accelerator):
                 stack.enter_context(mock.patch.object(module, "synchronize", lambda *_: self.reads.append(self.steps)))
             stack.enter_context(self)
@@ -362,18 +362,18 @@ class _Marked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: _Token) -> Tensor:
-        """`x` itself, of any shape."""
+        """Return a copy of `x`, of any shape."""
         ctx.token = token
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The gradient itself."""
+        """Return the gradient."""
         return gradient, None
 
 
 class _Model(nn.Module):
-    """A linear layer, (rows, 6) to (rows, 3), that counts how many of its former graphs are still alive."""
+    """A linear layer, (rows, 6) to (rows, 3), that counts how many of its earlier graphs are alive."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -388,10 +388,10 @@ class _Model(nn.Module):
 
 
 def observe_epoch(answer: Answer) -> dict[str, Any]:
-    """What one epoch of a small model waits for, and what it returns."""
+    """Return what one epoch of a small model waits for, and what the answer returns."""
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)) for n in ROWS]
-    batches[-1] = (batches[-1][0], torch.zeros(ROWS[-1], dtype=torch.long))  # its mean loss is unlike the others'
+    batches[-1] = (batches[-1][0], torch.zeros(ROWS[-1], dtype=torch.long))  # so its mean loss differs from the others'
     watch = Watch()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)

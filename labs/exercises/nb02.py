@@ -30,15 +30,15 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def seed_worker(seed: int, rank: int, epoch: int, worker: int) -> None:
-    """A worker_init_fn once its first arguments are given: a generator that no other worker, rank or epoch has."""
+    """Give each worker of each rank and epoch its own generator: a worker_init_fn, once its first arguments are bound."""
     get_worker_info().dataset.rng = np.random.default_rng([seed, rank, epoch, worker])
 
 
 def rank_loader(dataset: Dataset, batch_size: int, rank: int, world_size: int, epoch: int, seed: int) -> DataLoader:
-    """The part of `rank` in `epoch`: another order and other draws than all others, the same if run again."""
+    """Return the loader of `rank` in `epoch`. Each has its own order and draws, and repeats them if run again."""
     sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
-    sampler.set_epoch(epoch)  # or every epoch has the order of epoch 0
-    init = functools.partial(seed_worker, seed, rank, epoch)  # can be pickled: the function is at the top of a module
+    sampler.set_epoch(epoch)  # otherwise every epoch has the order of epoch 0
+    init = functools.partial(seed_worker, seed, rank, epoch)  # can be pickled, because seed_worker is at module level
     first = int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1)[0])
     generator = torch.Generator().manual_seed(first)  # workers' torch seeds come from it, not from the global state
     return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=init, generator=generator)
@@ -49,7 +49,7 @@ Rows = list[tuple[int, float, float]]
 
 
 class Augmented(Dataset):
-    """Item: its number, one draw of the data set's generator and one of torch's, as float64 (3,)."""
+    """Items are float64 tensors (3,): the item's number, a draw of the dataset's generator and one of torch's."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ class Augmented(Dataset):
 
 
 class _Sent(pickle.Pickler):
-    """Pickles as for a worker that isn't forked, except that a function at the top of a cell counts as a module's."""
+    """Pickles as for a worker that isn't forked, but treats a top-level function of a cell like a module's."""
 
     def reducer_override(self, value: Any) -> Any:
         of_a_cell = isinstance(value, FunctionType | type) and value.__module__ == "__main__"
@@ -72,7 +72,7 @@ class _Sent(pickle.Pickler):
 
 
 class _Init:
-    """A worker_init_fn that has been pickled."""
+    """A worker_init_fn after pickling."""
 
     def __init__(self, function: Callable[[int], object]) -> None:
         file = io.BytesIO()
@@ -85,9 +85,9 @@ class _Init:
 
 
 def observe_rank_loader(answer: Callable[..., DataLoader]) -> dict[str, Any]:
-    """What two ranks read and draw in two epochs, in workers that are not forked."""
+    """Return what two ranks read and draw in two epochs, in workers that aren't forked."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)  # ranks seed torch alike, to make their models equal
+        torch.manual_seed(5)  # ranks use the same torch seed, so that their models are equal
         before = torch.get_rng_state()
         first = answer(Augmented(), BATCH, 0, RANKS, 0, SEED)
         seen: dict[str, Any] = {
@@ -133,7 +133,7 @@ def _rows(answer: Callable[..., DataLoader], rank: int, epoch: int, seed: int) -
 
 
 def _items(loader: DataLoader) -> list[Any]:
-    """All batches. Mistake if a worker hangs."""
+    """Return all batches. Raises Mistake if a worker hangs."""
     try:
         with running(loader) as batches:
             return list(batches)
@@ -189,7 +189,7 @@ RUNS = {
     "C": _printout(2, 700, 760, 440, 91, 130),
     "D": _printout(0, 2000, 400, 335, 32, 32),
 }
-"""Made up, with batches of 64: one of each kind."""
+"""Made-up runs with batches of 64, one of each kind."""
 HIDDEN = {
     "a model that waits for 12 % and still loses only 6 %": _printout(4, 1000, 1300, 940, 64, 60),
     "a loader and a model of the same rate, step twice as long": _printout(4, 900, 900, 520, 71, 118),
@@ -199,17 +199,17 @@ HIDDEN = {
 
 
 def limited_by(run: dict[str, Any]) -> str:
-    """ "turns", "model", "loader" or "cores"."""
+    """Return what limits a run: "turns", "model", "loader" or "cores"."""
     model, loader = run["model alone (images/s)"], run["loader alone (images/s)"]
     if run["num_workers"] == 0:
-        return "turns"  # one process loads and trains
+        return "turns"  # one process loads and trains in turn
     if run["together (images/s)"] < 0.9 * min(model, loader):
         return "cores"  # slower than the slower side
     return "model" if model < loader else "loader"
 
 
 def observe_limits(answer: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-    """The word for each run of the notebook, and for others."""
+    """Return the answer's word for each of the notebook's runs, and for others."""
     return {f"run {name}": answer(dict(run)) for name, run in RUNS.items()} | {
         what: answer(dict(run)) for what, run in HIDDEN.items()
     }
@@ -234,22 +234,22 @@ def _without_turns(run: dict[str, Any]) -> str:
 
 
 def my_shards(shards: Sequence[str], rank: int, world_size: int) -> Sequence[str]:
-    """The shards of this process. Every rank reads equally many; those that are left over are read by nobody."""
+    """Return this process's shards. Every rank reads the same number; any left over are skipped."""
     each = len(shards) // world_size
     of_this_rank = shards[rank : each * world_size : world_size]
     worker = get_worker_info()
-    if worker is None:  # num_workers=0: the main process reads all that its rank has to read
+    if worker is None:  # num_workers=0: the main process reads all of its rank's shards
         return of_this_rank
     return of_this_rank[worker.id :: worker.num_workers]
 
 
 NAMES = [f"tiles-{i:02d}.tar" for i in range(16)]
 CASES = ((8, 2, 2), (11, 2, 2), (10, 4, 3), (9, 2, 0))
-"""Shards, ranks, workers of each rank."""
+"""(shards, ranks, workers per rank)."""
 
 
 class Shards(IterableDataset):
-    """One item per process: what it would read, and the same asked a second time."""
+    """Yields one item per process: the shards that it would read, asked for twice."""
 
     def __init__(self, answer: Callable[..., Any], shards: Sequence[str], rank: int, world_size: int) -> None:
         self.pickled, self.arguments = cloudpickle.dumps(answer), (list(shards), rank, world_size)
@@ -272,7 +272,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def observe_shards(answer: Callable[..., Any]) -> dict[str, Any]:
-    """Who reads how many shards, in real workers."""
+    """Return which process reads how many shards, in real workers."""
     seen: dict[str, Any] = {}
     for shards, ranks, workers in CASES:
         case = f"{shards} shards, {ranks} ranks, num_workers={workers}: "

@@ -30,8 +30,8 @@ Answer = Callable[..., Any]
 
 
 def shard(dataset_size: int, rank: int, world_size: int, epoch: int, seed: int) -> list[int]:
-    """Indices of one rank's samples: every n-th of the epoch's order, which is filled up from its own beginning."""
-    # seed + epoch would give epoch 1 of seed 0 the order of epoch 0 of seed 1.
+    """Return the indices of one rank's samples: every n-th of the epoch's order, padded from its beginning."""
+    # With seed + epoch, epoch 1 of seed 0 would have the order of epoch 0 of seed 1.
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     order = torch.randperm(dataset_size, generator=generator).tolist()
     total = math.ceil(dataset_size / world_size) * world_size
@@ -58,7 +58,7 @@ def _tail_dropped(dataset_size: int, rank: int, world_size: int, epoch: int, see
 
 
 def observe_shard(answer: Answer) -> dict[str, Any]:
-    """How the parts of all ranks fit together, for sizes that divide evenly and sizes that don't."""
+    """Return how all ranks' parts fit together, for sizes that divide evenly and sizes that don't."""
 
     def parts(size: int, ranks: int, epoch: int = 0, seed: int = 0) -> list[list[int]]:
         return [[int(i) for i in answer(size, rank, ranks, epoch, seed)] for rank in range(ranks)]
@@ -84,10 +84,10 @@ def accumulate_step(
     micro_batches: list[tuple[Tensor, Tensor]],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """One optimizer step with the mean gradient of all rows of all ranks."""
+    """Take one optimizer step with the mean gradient of all rows of all ranks."""
     rows = torch.tensor(sum(len(x) for x, _ in micro_batches), device=micro_batches[0][0].device)
-    dist.all_reduce(rows)  # of all ranks: 8 bytes
-    scale = dist.get_world_size() / rows  # DDP divides the sum over ranks by their number
+    dist.all_reduce(rows)  # total over all ranks, 8 bytes
+    scale = dist.get_world_size() / rows  # cancels DDP's division by the number of ranks
     optimizer.zero_grad()
     for i, (x, y) in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -112,7 +112,7 @@ def _exchanged_every_time(ddp: Any, optimizer: Any, micro_batches: Any, loss_fn:
 
 @contextmanager
 def _ignored(ddp: DistributedDataParallel) -> Iterator[None]:
-    """`ddp.no_sync()` does nothing meanwhile."""
+    """Disable `ddp.no_sync()` within the block."""
     ddp.no_sync = nullcontext  # type: ignore[method-assign]
     try:
         yield
@@ -136,11 +136,11 @@ def _one_backward(ddp: Any, optimizer: Any, micro_batches: Any, loss_fn: Any) ->
 
 
 ROWS = ((5, 3, 1), (1, 2, 1))
-"""Rows of the micro-batches of each rank."""
+"""Rows of each rank's micro-batches."""
 
 
 def observe_accumulate(answer: Answer) -> dict[str, Any]:
-    """What one step does on two ranks with unequal numbers of rows."""
+    """Return what one step does on two ranks with unequal numbers of rows."""
     return on_ranks(_accumulate_on_rank, len(ROWS), answer, when="in accumulate_step")[0]
 
 
@@ -151,7 +151,7 @@ def _accumulate_on_rank(answer: Answer) -> dict[str, Any]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(4, 2, dtype=torch.float64))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-    mse_loss(ddp(batches[0][0]), batches[0][1]).backward()  # leaves the gradients of a step before
+    mse_loss(ddp(batches[0][0]), batches[0][1]).backward()  # leaves gradients, as an earlier step would
     sent: dict[str, int] = {"all_reduces": 0, "bytes": 0}
     ddp.register_comm_hook(sent, counting_all_reduce)
     passes: list[str] = []
@@ -177,7 +177,7 @@ def _accumulate_on_rank(answer: Answer) -> dict[str, Any]:
 
 @contextmanager
 def _all_reduces_of(least_bytes: int) -> Iterator[list[int]]:
-    """The bytes of each dist.all_reduce of at least so many that is called from outside of DDP's hook."""
+    """Yield the bytes of each dist.all_reduce of at least `least_bytes` called outside DDP's hook."""
     sent, real = [], dist.all_reduce
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ def train(model: nn.Module, train_set: Dataset, test_set: Dataset, epochs: int, 
     if rank == 0:
         torch.save(model.state_dict(), path)
     model.eval()
-    counts = torch.zeros(2)  # right answers, samples
+    counts = torch.zeros(2)  # correct answers, samples
     with torch.no_grad():
         for i in range(rank, len(test_set), ranks):  # a DistributedSampler would repeat samples to even out the ranks
             x, y = test_set[i]
@@ -222,7 +222,7 @@ BATCH, LR, EPOCHS, TRAINED, TESTED = 8, 0.1, 3, 32, 7
 
 
 class _Samples(Dataset):
-    """Random rows with a learnable rule. `read` lists the indices in the order in which they were read."""
+    """Random rows with a learnable rule. `read` lists the indices in reading order."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -239,14 +239,14 @@ class _Samples(Dataset):
 
 
 def _parts() -> tuple[nn.Module, _Samples, _Samples]:
-    """Model, training set, test set: the same on every call."""
+    """Return model, training set and test set, the same on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Linear(6, 3), _Samples(TRAINED, seed=1), _Samples(TESTED, seed=2)
 
 
 def observe_train(answer: Answer) -> dict[str, Any]:
-    """What a program does on two ranks that torchrun would have started."""
+    """Return what a program does on two ranks, as if torchrun had started them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt")
         found = on_ranks(_run_program, 2, answer, str(path), when="in your program")
@@ -287,7 +287,7 @@ def _run_program(answer: Answer, path: str) -> dict[str, Any]:
 
     def impatient(*args: Any, **kwargs: Any) -> None:
         init(*args, **({"timeout": datetime.timedelta(seconds=answers.WAIT_S)} | kwargs))
-        # A group that ends with the answer's DDP object joins gloo's threads while it holds the GIL, and may hang.
+        # A group that ends with the answer's DDP object joins gloo's threads while holding the GIL, and may hang.
         _kept.append(dist.group.WORLD)
 
     torch.save = lambda value, file, *args, **kwargs: (saves.append(str(file)), save(value, file, *args, **kwargs))
@@ -299,7 +299,7 @@ def _run_program(answer: Answer, path: str) -> dict[str, Any]:
             dist.destroy_process_group()
     finally:
         torch.save, dist.init_process_group = save, init
-        if not dist.is_initialized():  # the launcher leaves the group at the end
+        if not dist.is_initialized():  # the launcher expects a group, which it leaves at the end
             os.environ["MASTER_PORT"] = str(ports[0][1])
             dist.init_process_group("gloo")
     return {"returned": returned, "read": train_set.read, "saves": len(saves), "group is left": left}
@@ -315,7 +315,7 @@ def _free_port() -> int:
 
 
 def _trained_alone(read: list[list[int]]) -> Tensor:
-    """Weights of one process that takes the ranks' batches together."""
+    """Return the weights of one process that trains on the ranks' batches together."""
     model, data, _ = _parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for start in range(0, min(map(len, read)), BATCH):
@@ -327,7 +327,7 @@ def _trained_alone(read: list[list[int]]) -> Tensor:
 
 
 def _accuracy_of(returned: Any, model: nn.Module, rank: int) -> str:
-    """In words, of which test samples `returned` is the saved model's accuracy."""
+    """Say in words on which test samples `returned` is the saved model's accuracy."""
     *_, test = _parts()
     right = (model(test.x).argmax(1) == test.y).float()
     shares = [right[r::2].mean().item() for r in range(2)]

@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: an epoch in FP16 or BF16, and what a training log says of its scaler."""
+"""Exercises of notebook 04: train an epoch in FP16 or BF16, diagnose a GradScaler from a training log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train_epoch(
     accumulate: int,
     max_norm: float,
 ) -> int:
-    """One step for every `accumulate` batches, in FP16 if the scaler is on, else in BF16; returns the skipped steps."""
+    """Step once per `accumulate` batches, in FP16 if the scaler is enabled, else BF16; return the skipped steps."""
     device = next(model.parameters()).device
     dtype = torch.float16 if scaler.is_enabled() else torch.bfloat16
     skipped = 0
@@ -47,7 +47,7 @@ def train_epoch(
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        if scaler.get_scale() < scale:  # the step was skipped: a gradient was inf or NaN
+        if scaler.get_scale() < scale:  # the step was skipped because a gradient was inf or NaN
             skipped += 1
         else:
             scheduler.step()
@@ -55,7 +55,7 @@ def train_epoch(
 
 
 def _epoch(mistake: str) -> Answer:
-    """An epoch with one mistake."""
+    """Return an epoch with one mistake."""
 
     def epoch(
         model: nn.Module,
@@ -96,7 +96,7 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 
 
 class _Model(nn.Module):
-    """Small and smooth; notes the format of the autocast around each forward pass."""
+    """A small, smooth model that notes the autocast format around each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Model(nn.Module):
         self.lowered_backward = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, 6) -> (rows, 3)."""
+        """Map (rows, 6) to (rows, 3)."""
         on = torch.is_autocast_enabled(DEVICE.type)
         self.formats.append(str(torch.get_autocast_dtype(DEVICE.type))[6:] if on else f"no autocast for {DEVICE.type}")
         out = self.layers(x)
@@ -133,11 +133,11 @@ JOBS: dict[str, tuple[tuple[int, ...], int, float | None, float, tuple[int, ...]
     "FP16, unequal batches, two overflows": ((8, 6, 2, 8, 8, 4, 8, 3, 5, 7), 3, 2.0**5, 20.0, (4, 9)),
     "BF16": ((8, 4, 8), 2, None, 2.0, ()),
 }
-"""Rows of each batch, accumulate, the first scale (None: BF16), max_norm, and the batches that overflow."""
+"""(rows of each batch, accumulate, first scale (None: BF16), max_norm, batches that overflow)."""
 
 
 def observe_epoch(answer: Answer) -> dict[str, Any]:
-    """What epochs do: formats, gradients that the optimizer used, learning rates, skipped steps."""
+    """Return what epochs do: formats, gradients that the optimizer used, learning rates, skipped steps."""
     seen: dict[str, Any] = {}
     for name in JOBS:
         seen |= {f"{name}: {what}": value for what, value in _observed(answer, name).items()}
@@ -169,7 +169,7 @@ def _right(job: str) -> dict[str, Any]:
 
 
 def _train(answer: Answer, job: str) -> dict[str, Any]:
-    """Train one epoch on a small model and note what the optimizer was given."""
+    """Train one epoch on a small model and note what the optimizer got."""
     rows, accumulate, scale, max_norm, overflow = JOBS[job]
     seed = list(JOBS).index(job)
     draw = torch.Generator().manual_seed(seed)
@@ -205,13 +205,13 @@ def _train(answer: Answer, job: str) -> dict[str, Any]:
 
 Log = list[dict[str, Any]]
 STEPS, MAX_NORM, SPIKE = 16, 4.0, 2.0**16
-TOO_LARGE = 2.0**22  # overflows here
+TOO_LARGE = 2.0**22  # a first scale that overflows here
 
 
 def training_log(diagnosis: str, seed: int, scale: float = SPIKE, overflow: int | None = 5, factor: float = 1.0) -> Log:
-    """Train a perceptron in FP16 and keep a row per step: step, loss, norm, scale, skipped.
+    """Train a perceptron in FP16; return a row per step: step, loss, norm, scale, skipped.
 
-    The loss is multiplied by `factor`, and in step `overflow` by so much more that FP16 overflows.
+    The loss is multiplied by `factor`, and in step `overflow` also by SPIKE, so that FP16 overflows.
     """
     torch.manual_seed(seed)
     model, steps = perceptron(), []
@@ -253,22 +253,22 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("new scaler every step", {"scale": 4 * TOO_LARGE}),
     ("new scaler every step", {}),
 )
-"""How many steps are skipped, how far the scale falls and what the first step does are alike for different faults."""
+"""Different faults can have the same skipped steps, fall of the scale or first step."""
 SHOWN = (("clip before unscale_", {}), ("fine", {}), CASES[-3], ("no zero_grad", {}))
-"""The four logs in the notebook, A to D."""
+"""The notebook's four logs, A to D."""
 
 
 def logs() -> dict[str, Log]:
-    """The notebook's four training logs, steps 3 to 10."""
+    """Return the notebook's four training logs, steps 3 to 10."""
     shown = zip("ABCD", SHOWN, strict=True)
     return {letter: training_log(kind, 0, **settings)[3:11] for letter, (kind, settings) in shown}
 
 
 def diagnose(log: Sequence[dict]) -> str:
-    """What is wrong with an FP16 training run, from its log."""
+    """Return what is wrong with an FP16 training run, from its log."""
     taken = [row for row in log if not row["skipped"]]
     if any(row["skipped"] and after["scale"] >= row["scale"] for row, after in pairwise(log)):
-        return "new scaler every step"  # a scaler that remembers would have halved its scale
+        return "new scaler every step"  # a persistent scaler would have halved its scale
     if all(row["skipped"] for row in log[-4:]):
         return "no zero_grad"  # an overflow that never ends
     if any(row["norm"] > 500 for row in taken):
@@ -296,7 +296,7 @@ def _hidden_logs() -> list[Log]:
 
 
 def observe_diagnose(answer: Answer) -> dict[str, Any]:
-    """What is said of each log."""
+    """Return the answer's diagnosis of each log."""
     seen = {}
     for number, log in enumerate(_hidden_logs(), start=1):
         skipped = [row["step"] for row in log if row["skipped"]]

@@ -1,4 +1,4 @@
-"""Exercises of notebook 05: the price of recomputing, a budget, a loss in chunks, a complete training state."""
+"""Exercises of notebook 05: the cost of recomputing, a memory budget, a loss in chunks, a complete training state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Answer = Callable[..., Any]
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small operations run no faster on many threads, and a forked process has none of its parent's."""
+    """Use one thread. Small operations run no faster on more, and a forked process lacks its parent's threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Allocated(TorchDispatchMode):
-    """Remembers each storage that an operation makes, the largest one, and the most bytes that existed at once."""
+    """Tracks each storage that an operation makes, the largest one, and the peak of bytes alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Allocated(TorchDispatchMode):
         self.largest = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called in place of each operation, with this mode switched off."""
+        """Run instead of each operation, with this mode switched off."""
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(t, Tensor):
@@ -56,7 +56,7 @@ class Allocated(TorchDispatchMode):
         return result
 
     def alive(self, but: Sequence[Tensor] = ()) -> int:
-        """Bytes of storages that still exist, except for those of these tensors."""
+        """Return the bytes of storages that still exist, except those of the tensors in `but`."""
         self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
         left_out = {storage_key(t.untyped_storage()) for t in but}
         return sum(n for key, (_, n) in self.storages.items() if key not in left_out)
@@ -66,7 +66,7 @@ class Allocated(TorchDispatchMode):
 
 
 def measure_step(blocks: Sequence[nn.Module], x: Tensor, y: Tensor, recompute: bool) -> tuple[float, int]:
-    """Seconds of a training step without its optimizer, and bytes that forward keeps for backward."""
+    """Return the seconds of a training step without its optimizer, and the bytes that forward keeps for backward."""
     kept: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
 
@@ -84,17 +84,17 @@ def measure_step(blocks: Sequence[nn.Module], x: Tensor, y: Tensor, recompute: b
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         loss = forward()
-    loss.backward()  # the warm-up
+    loss.backward()  # warm-up
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        forward().backward()  # on a GPU: torch.cuda.synchronize() before each reading of the clock
+        forward().backward()  # on a GPU, call torch.cuda.synchronize() before each clock reading
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds), sum(kept.values())
 
 
 class _Pause(torch.autograd.Function):
-    """Takes PAUSE_S in forward, and again in backward."""
+    """Sleeps PAUSE_S in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ PAUSE_S, COLD_S, BLOCKS = 0.01, 0.6, 3
 
 
 class _Timed(nn.Module):
-    """A block with a known time; the first call of the first block takes COLD_S more."""
+    """A block with a known time. The first block's first call takes COLD_S longer."""
 
     def __init__(self, cold: bool) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Timed(nn.Module):
 
 
 def observe_measure_step(answer: Answer) -> dict[str, Any]:
-    """Passes that were timed, by their known time, and bytes, with and without recomputation."""
+    """Return which passes were timed, judged by their known time, and the bytes, with and without recomputation."""
     seen: dict[str, Any] = {}
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -178,9 +178,9 @@ def _parameters_counted(blocks: Any, x: Tensor, y: Tensor, recompute: bool) -> t
 
 
 def run_stack(blocks: Sequence[nn.Module], x: Tensor, kept_bytes: Sequence[int], budget_bytes: int) -> Tensor:
-    """The blocks one after the other; backward recomputes the fewest that make what is kept fit the budget."""
+    """Run the blocks in order; backward recomputes as few as possible so that what is kept fits the budget."""
     again: set[int] = set()
-    for i in sorted(range(len(blocks)), key=lambda i: -kept_bytes[i]):  # the largest first: fewest for most bytes
+    for i in sorted(range(len(blocks)), key=lambda i: -kept_bytes[i]):  # largest first frees most with fewest
         if sum(kept for k, kept in enumerate(kept_bytes) if k not in again) <= budget_bytes:
             break
         again.add(i)
@@ -219,17 +219,17 @@ def _chosen(kept_bytes: Sequence[int], budget_bytes: int) -> set[int]:
 
 
 ROWS, WIDTH = 64, 32
-SLACK = 8192  # bytes for each block that runs again: its random state takes about 5,000
+SLACK = 8192  # bytes per recomputed block: its random state takes about 5,000
 STACKS = {
     "three blocks, a large one in the middle": ((64, 256, 128), 1, 0.5),
     "a budget that two of five must free exactly": ((192, 64, 256, 96, 32), 2, 0.0),
     "a budget with room for all": ((64, 128, 96), 0, 0.5),
 }
-"""Hidden widths, blocks that must run again, and how much of the smallest of those the budget still has room for."""
+"""(hidden widths, blocks to recompute, unused budget as a share of the smallest of those blocks)."""
 
 
 class _Block(nn.Module):
-    """Two linear layers with dropout between them, which note when they run, and what goes in and out."""
+    """Two linear layers with dropout between them. Notes when it runs, and its inputs and outputs."""
 
     def __init__(self, number: int, hidden: int, notes: dict[str, Any]) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def _plain(blocks: Sequence[nn.Module], x: Tensor, kept_bytes: Sequence[int], bu
 
 
 def observe_run_stack(answer: Answer) -> dict[str, Any]:
-    """Which blocks run, how often, what stays, and whether gradients are those of the plain stack."""
+    """Return which blocks run, how often, what is kept, and whether gradients are the plain stack's."""
     seen: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]), _one_thread():
         for words, (hidden, over, room) in STACKS.items():
@@ -291,14 +291,14 @@ def observe_run_stack(answer: Answer) -> dict[str, Any]:
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
-    """Mean cross-entropy over the tokens whose label is not -100, without the logits of all of them at once."""
+    """Return the mean cross-entropy over tokens whose label isn't -100, without all tokens' logits at once."""
 
     def summed(h: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(h @ weight.T, y, reduction="sum")  # ignores -100 by default
 
     total = hidden.new_zeros(())
     for h, y in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-        total = total + checkpoint(summed, h, y, use_reentrant=False)  # its logits go, and come again in backward
+        total = total + checkpoint(summed, h, y, use_reentrant=False)  # its logits are freed and recomputed in backward
     return total / (labels != -100).sum()
 
 
@@ -325,7 +325,7 @@ WORDS, SMALL_WIDTH = 4096, 16
 
 
 def observe_chunked_loss(answer: Answer) -> dict[str, Any]:
-    """Loss and gradients, with a shorter last chunk and ignored tokens, and the logits that exist at once."""
+    """Return loss and gradients, with a shorter last chunk and ignored tokens, and the logits alive at once."""
     seen: dict[str, Any] = {}
     with _one_thread():
         for tokens, ignored in ((250, 0), (256, 90)):
@@ -353,7 +353,7 @@ def observe_chunked_loss(answer: Answer) -> dict[str, Any]:
 
 
 class Sampler:
-    """Row numbers of each batch, in an order that is drawn anew for every epoch."""
+    """Row numbers of each batch, in an order that is drawn again for every epoch."""
 
     def __init__(self, seed: int, rows: int = 80, batch_rows: int = 16) -> None:
         self.rows, self.batch_rows = rows, batch_rows
@@ -361,7 +361,7 @@ class Sampler:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: draws its order."""
+        """Start an epoch by drawing its order."""
         self.epoch, self.position = epoch, 0
         self.order = torch.randperm(self.rows, generator=self.generator)
 
@@ -373,7 +373,7 @@ class Sampler:
 
 
 class Trainer:
-    """FP16 training with augmentation. Its steps depend on what is set here and on three global random states."""
+    """FP16 training with augmentation. Its steps depend on these attributes and on three global random states."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -384,12 +384,12 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.8)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         self.sampler = Sampler(seed)
-        data = torch.Generator().manual_seed(0)  # the same rows for every trainer: not part of its state
+        data = torch.Generator().manual_seed(0)  # the same rows for every trainer, so not part of its state
         self.x = torch.randn(self.sampler.rows, 6, generator=data)
         self.y = (self.x @ torch.randn(6, 3, generator=data)).argmax(1)
 
     def step(self) -> float:
-        """Take one step; returns the loss."""
+        """Take one step and return the loss."""
         rows = self.sampler.next_rows()
         with torch.autocast("cpu", dtype=torch.float16):
             loss = functional.cross_entropy(self.model(self.augmented(self.x[rows])), self.y[rows])
@@ -401,7 +401,7 @@ class Trainer:
         return loss.item()
 
     def augmented(self, x: Tensor) -> Tensor:
-        """NumPy's noise, which fades from epoch to epoch; without one feature, which Python chooses."""
+        """Return `x` with NumPy noise, which fades from epoch to epoch, and without one feature that Python picks."""
         noise = torch.from_numpy(np.random.standard_normal(x.shape)).float()
         kept = torch.ones(x.shape[1])
         kept[random.randrange(len(kept))] = 0
@@ -409,10 +409,10 @@ class Trainer:
 
 
 class Resumable(Trainer):
-    """A Trainer that goes on from its state as if it had never stopped."""
+    """A Trainer that can resume from its state as if it had never stopped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on: copies, of types that torch.load(weights_only=True) reads."""
+        """Return all that later steps depend on: copies, of types that torch.load(weights_only=True) reads."""
         numpy_state = np.random.get_state(legacy=False)
         numpy_state["state"] = numpy_state["state"] | {"key": numpy_state["state"]["key"].tolist()}
         parts = ("model", "optimizer", "scheduler", "scaler")
@@ -423,11 +423,11 @@ class Resumable(Trainer):
             "numpy": numpy_state,
             "python": random.getstate(),
         }
-        return copy.deepcopy(state)  # state_dict() hands out the live tensors, which the next step changes
+        return copy.deepcopy(state)  # state_dict() returns the live tensors, which the next step changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo all that this trainer has done; the random states come last, when nothing is left to draw."""
-        state = copy.deepcopy(state)  # an optimizer keeps the tensors that it is given, and steps in them
+        """Restore everything; the random states come last, when nothing is left to draw."""
+        state = copy.deepcopy(state)  # an optimizer keeps the tensors it is given, and updates them
         for name in ("model", "optimizer", "scheduler", "scaler"):
             getattr(self, name).load_state_dict(state[name])
         for name, value in state["sampler"].items():
@@ -464,7 +464,7 @@ class _WithoutScaler(Resumable):
 
 
 def pieces(trainer: Trainer) -> dict[str, Any]:
-    """All that the next steps depend on, by name."""
+    """Return all that the next steps depend on, by name."""
     moments, groups = (trainer.optimizer.state_dict()[key] for key in ("state", "param_groups"))
     return {
         "the parameters": [p.detach() for p in trainer.model.parameters()],
@@ -500,7 +500,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def observe_resumable(cls: Answer) -> dict[str, Any]:
-    """Saved in the middle of an epoch, loaded into a trainer that has gone its own way."""
+    """Save in mid-epoch, load into a trainer in another state, and return what was restored."""
     kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         with _one_thread():

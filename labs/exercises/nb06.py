@@ -1,4 +1,4 @@
-"""Exercises of notebook 06: a schedule under a memory limit, a timeline, FSDP2 from the meta device."""
+"""Exercises of notebook 06: a pipeline schedule under a memory limit, a timeline, FSDP2 from the meta device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Order = list[tuple[str, int]]
 
 
 def order(stage: int, stages: int, micro_batches: int, limit: int) -> Order:
-    """1F1B with at most `limit` micro-batches kept: no more forwards ahead than the first gradient takes to return."""
+    """Return 1F1B keeping at most `limit` micro-batches; it starts no more forwards than the first gradient needs."""
     ahead = min(stages - stage, limit, micro_batches)
     actions = [("forward", i) for i in range(ahead)]
     for i in range(micro_batches):
@@ -54,13 +54,13 @@ def _not_drained(stage: int, stages: int, micro_batches: int, limit: int) -> Ord
 
 
 CASES = ((3, 6, 3), (4, 8, 2), (2, 5, 1), (4, 2, 4), (3, 6, 2))
-"""(stages, micro-batches, limit). Three ranks train with the last one."""
+"""(stages, micro-batches, limit). Three ranks train with the last case."""
 FORWARD_S, BACKWARD_S = 1.0, 2.0
-RIGHT = "none"  # a value of more than 28 characters would be cut where it is shown
+RIGHT = "none"  # where it is shown, a value of more than 28 characters would be cut
 
 
 def observe_order(answer: Answer) -> dict[str, Any]:
-    """Whether all stages' orders are complete, keep to the limit and end; how long a step takes; a training step."""
+    """Return whether all stages' orders are complete, within the limit and end; a step's time; a training step."""
     answers = on_ranks(_orders, 1, answer, when="in your function")[0]
     seen: dict[str, Any] = {}
     for (p, m, limit), orders in zip(CASES, answers, strict=True):
@@ -83,7 +83,7 @@ def _orders(answer: Answer) -> list[list[Any]]:
 
 
 def _plain(found: Any) -> Any:
-    """A list of pairs, or what was returned, as text: it travels between processes."""
+    """Return a list of pairs, or the returned value as text, because it must travel between processes."""
     try:
         return [(str(kind), int(i)) for kind, i in found]
     except (TypeError, ValueError):
@@ -91,7 +91,7 @@ def _plain(found: Any) -> Any:
 
 
 def _fault(found: Any, m: int) -> str:
-    """What is wrong with a stage's actions; "" if nothing is."""
+    """Return what is wrong with a stage's actions; "" if nothing is."""
     if isinstance(found, str):
         return "no list of pairs"
     if strange := [kind for kind, _ in found if kind not in ("forward", "backward")]:
@@ -119,7 +119,7 @@ def _span_s(orders: Sequence[Order], micro_batches: int) -> float | str:
 
 
 def _train_in_order(orders: list[Iterable[tuple[str, int]]]) -> float:
-    """||g - G|| / ||G|| of this rank's stage after one step in this order, G of one process."""
+    """Return ||g - G|| / ||G|| of this rank's stage after one step in this order; G is from one process."""
     torch.manual_seed(0)
     p, m, _ = CASES[-1]
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(p)]
@@ -136,14 +136,14 @@ def _train_in_order(orders: list[Iterable[tuple[str, int]]]) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-# -- 06.2: waiting and receiving told apart
+# -- 06.2: separate waiting from receiving
 
 Event = tuple[int, str, "int | None", int, float, float]
 """(stage, what, peer, micro-batch, start in s, end in s)"""
 
 
 def spend(events: Sequence[Event], stages: int) -> list[dict[str, float]]:
-    """Seconds of work, messages and waiting of each stage. A receive waits until its sender begins to send."""
+    """Return each stage's seconds of work, messages and waiting. A receive waits until its sender starts to send."""
     sent = {(stage, peer, i): start for stage, what, peer, i, start, _ in events if what == "send"}
     step = max(e[5] for e in events) - min(e[4] for e in events)
     found = [{"work": 0.0, "messages": 0.0} for _ in range(stages)]
@@ -179,7 +179,7 @@ def _from_zero(events: Sequence[Event], stages: int) -> list[dict[str, float]]:
 
 
 def _timeline(work: Sequence[float], micro_batches: int, message_s: float, begin_s: float) -> list[Event]:
-    """A 1F1B step as ranks report it: a stage that has nothing to do is already in its next receive."""
+    """Return a 1F1B step as ranks report it: an idle stage is already in its next receive."""
     p, m = len(work), micro_batches
     seconds = [w / m / 3 for w in work]
     links = [message_s] * (p - 1)
@@ -204,7 +204,7 @@ TIMELINES = (
 
 
 def observe_spend(answer: Answer) -> dict[str, Any]:
-    """Each stage's seconds, in milliseconds as learners read them, for three timelines."""
+    """Return each stage's seconds for three timelines."""
     seen: dict[str, Any] = {}
     for name, events, stages in TIMELINES:
         found = answer(list(events), stages)
@@ -223,7 +223,7 @@ def sharded_step(
     micro_batches: list[tuple[Tensor, Tensor]],
     max_norm: float,
 ) -> nn.Module:
-    """One SGD step of a model that is whole on no rank, with its gradients averaged over micro-batches and ranks."""
+    """Take one SGD step of a model that no rank holds whole, with gradients averaged over micro-batches and ranks."""
     with torch.device("meta"):
         model = build()
     for block in model.blocks:
@@ -243,7 +243,7 @@ def sharded_step(
 def _answer_with(
     divided: bool = True, synced: bool = False, blocks: bool = True, optimizer_first: bool = False
 ) -> Callable[..., nn.Module]:
-    """The reference with one thing changed."""
+    """Return the reference with one thing changed."""
 
     def train(build: Any, weights: Any, micro_batches: Any, max_norm: float) -> nn.Module:
         with torch.device("meta"):
@@ -267,7 +267,7 @@ def _answer_with(
 
 
 class _Residual(nn.Module):
-    """Three blocks with a residual. `made_on` lists the devices on which such models were made."""
+    """Three blocks with a residual. `made_on` lists the devices on which instances were made."""
 
     made_on: ClassVar[list[str]] = []
 
@@ -278,7 +278,7 @@ class _Residual(nn.Module):
         self.made_on.append(self.head.weight.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, 8) -> (rows, 2)."""
+        """Map (rows, 8) to (rows, 2)."""
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
@@ -288,7 +288,7 @@ MICRO_BATCHES, ROWS, NORMS = 3, 4, (100.0, 0.05)
 
 
 def observe_sharded(answer: Answer) -> dict[str, Any]:
-    """What a step does on two ranks, without and with clipping, and whether it is the step of one process."""
+    """Return what a step does on two ranks, without and with clipping, and whether it equals one process's step."""
     return on_ranks(_sharded_on_rank, 2, answer, when="in sharded_step")[0]
 
 
@@ -328,7 +328,7 @@ def _wrapped(model: Any) -> list[str]:
 
 
 def _one_process(weights: dict[str, Tensor], x: Tensor, y: Tensor, max_norm: float) -> Tensor:
-    """All parameters after the same step by plain PyTorch with all rows."""
+    """Return all parameters after the same step with all rows in plain PyTorch."""
     model = _Residual()
     model.load_state_dict(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

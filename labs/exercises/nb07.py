@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: an all-reduce of few rounds, and a communication hook of 8 bits for any number of ranks."""
+"""Exercises of notebook 07: an all-reduce with few rounds, and an 8-bit communication hook for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from labs.kit.exercise import Exercise, KnownMistake
 
 Answer = Callable[..., Any]
 Event = tuple
-"""("send", number, to, tag), ("sent", number) when it was waited for, ("got", from, tag)."""
+"""("send", number, to, tag); ("sent", number) once that send was waited for; ("got", from, tag)."""
 
 # 07.1
 
 
 def all_reduce_small(x: Tensor) -> None:
-    """Sum of `x` over all ranks, in place, the same bits on all: recursive doubling, with the whole vector each time.
+    """Sum `x` over all ranks in place, with the same bits on all: recursive doubling with the whole vector.
 
     Source: Thakur, Rabenseifner and Gropp, Int. Journal of High Performance Computing Applications 19 (2005).
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    core = 1 << (ranks.bit_length() - 1)  # the largest power of two
-    if rank >= core:  # one too many: it hands its numbers to a partner and gets the sum at the end
+    core = 1 << (ranks.bit_length() - 1)  # the largest power of two up to `ranks`
+    if rank >= core:  # beyond it: hand the numbers to a partner and get the sum at the end
         dist.send(x, rank - core)
         dist.recv(x, rank - core)
         return
@@ -40,7 +40,7 @@ def all_reduce_small(x: Tensor) -> None:
         dist.recv(other, rank + core)
         x += other
     step = 1
-    while step < core:  # after each round a rank holds the sum of twice as many
+    while step < core:  # each round doubles the number of ranks in a rank's sum
         sending = dist.isend(x, rank ^ step)
         dist.recv(other, rank ^ step)
         sending.wait()  # before x changes
@@ -93,7 +93,7 @@ def _a_new_tensor(x: Tensor) -> None:
 
 
 class _Work:
-    """The work of a message; notes when it is waited for. What arrives is in its tensor only then."""
+    """A message's work, which notes when it is waited for. Only then does what arrived appear in its tensor."""
 
     def __init__(self, work: Any, done: Callable[[], Event], tensor: Tensor | None, held: Tensor, log: list) -> None:
         self.work, self.done, self.tensor, self.held, self.log, self.waited = work, done, tensor, held, log, False
@@ -113,7 +113,7 @@ class _Work:
 
 @contextmanager
 def _messages() -> Iterator[list[Event]]:
-    """Within, the messages that this rank sends and gets, in order. All of them end in methods of ProcessGroup."""
+    """Yield the messages that this rank sends and receives, in order, by patching methods of ProcessGroup."""
     log: list[Event] = []
     real = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
     works: list[_Work] = []
@@ -135,7 +135,7 @@ def _messages() -> Iterator[list[Event]]:
 
     with _patched({"send": send} | {name: receive(name) for name in ("recv", "recv_anysource")}):
         yield log
-    for work in works:  # or the next call would take these messages for its own
+    for work in works:  # otherwise the next call would receive these messages
         if not work.waited:
             work.work.wait()
 
@@ -153,9 +153,9 @@ def _patched(methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def rounds(logs: Sequence[Sequence[Event]]) -> int:
-    """The fewest rounds in which these messages can travel, if a rank sends one and gets one in each.
+    """Return the fewest rounds in which these messages can travel, if a rank sends and receives one per round.
 
-    A message starts when its sender has waited for all that it waited for before, and takes one round.
+    A message takes one round. It starts when its sender has finished everything that it waited for before.
     """
     places, clock = [0] * len(logs), [0] * len(logs)
     busy_out, busy_in = [0] * len(logs), [0] * len(logs)
@@ -177,7 +177,7 @@ def rounds(logs: Sequence[Sequence[Event]]) -> int:
                 else:
                     waiting = on_the_way.get((about[0], rank, about[1]))
                     if not waiting:
-                        break  # its sender has not come so far yet
+                        break  # its sender isn't that far yet
                     busy_in[rank] = max(waiting.popleft(), busy_in[rank]) + 1
                     clock[rank] = max(clock[rank], busy_in[rank])
                 places[rank] += 1
@@ -186,17 +186,17 @@ def rounds(logs: Sequence[Sequence[Event]]) -> int:
 
 
 def most_rounds(ranks: int) -> int:
-    """log2 of the largest power of two up to `ranks`, and two more if that leaves ranks over."""
+    """Return log2 of the largest power of two up to `ranks`, plus two if that isn't `ranks`."""
     power = ranks.bit_length() - 1
     return power if ranks == 1 << power else power + 2
 
 
 SHORT, LONG = 5, 1_000_003
-"""Numbers: no number of ranks above 1 divides the second, and its 4 MB fit into no buffer on the way."""
+"""Numbers per tensor. No number of ranks above 1 divides the second, and its 4 MB exceed all buffers on the way."""
 
 
 def observe_small(answer: Answer) -> dict[str, Any]:
-    """The sum on 1 to 6 ranks, whether all ranks hold the same bits, and the rounds."""
+    """Return the sum on 1 to 6 ranks, whether all ranks hold the same bits, and the rounds."""
     seen: dict[str, Any] = {}
     for ranks in (2, 4, 3, 6, 1):
         found = on_ranks(_reduce, ranks, answer, when=f"on {ranks} ranks")
@@ -230,17 +230,17 @@ def _reduce(answer: Answer) -> dict[str, Any]:
     }
 
 
-# 07.2: DDP refuses hooks whose annotations are strings, so hooks have none here
+# 07.2: DDP rejects hooks whose annotations are strings, so hooks have none here
 
 
 def eight_bits(state, bucket):
-    """The mean over ranks. Each rank averages a part of it in FP32: int8 on the way there, bfloat16 on the way back."""
-    ranks, name = dist.get_world_size(), tuple(map(id, bucket.parameters()))  # an index may be another bucket's later
+    """Return the mean over ranks. Each rank averages one part in FP32, received as int8 and sent back as bfloat16."""
+    ranks, name = dist.get_world_size(), tuple(map(id, bucket.parameters()))  # an index can change its bucket
     wanted = bucket.buffer() + state.get(name, 0.0)
-    scale = wanted.abs().max().clamp(min=1e-30) / 127  # not 0 where all gradients are
+    scale = wanted.abs().max().clamp(min=1e-30) / 127  # not 0, even if all gradients are
     code = (wanted / scale).round().to(torch.int8)
     state[name] = wanted - code * scale
-    part = -(-len(code) // ranks)  # rounded up: the last part is filled with zeros
+    part = -(-len(code) // ranks)  # rounded up; the last part is padded with zeros
     outgoing = torch.zeros(part * ranks, dtype=torch.int8)
     outgoing[: len(code)] = code
     incoming = torch.empty_like(outgoing)
@@ -256,7 +256,7 @@ def eight_bits(state, bucket):
 
 
 def _gathered(state, bucket, feedback=True, own_scale=False, divide=True):
-    """All codes go to all ranks: right on any number of ranks, but the bytes grow with it."""
+    """Send all codes to all ranks: right on any number of ranks, but the bytes grow with it."""
     ranks, name = dist.get_world_size(), tuple(map(id, bucket.parameters()))
     wanted = bucket.buffer() + (state.get(name, 0.0) if feedback else 0.0)
     scale = wanted.abs().max().clamp(min=1e-30) / 127
@@ -285,10 +285,10 @@ def _sum(state, bucket):
 
 
 EACH, STEPS, BEFORE, LIMIT = 300, 24, 2, 3.0
-"""Numbers of a bucket, steps that count, steps before (DDP rearranges its buckets), bytes per gradient."""
-SMALLEST = 3e-3  # of the largest gradient of its bucket: less than half of a step of 1/127
+"""Numbers per bucket, steps that count, steps before them (DDP rearranges its buckets), bytes per gradient."""
+SMALLEST = 3e-3  # of the bucket's largest gradient: less than half of a step of 1/127
 SCALES = {"large": 1.0, "small": 1e-4, "unequal": 0.01, "zero": 0.0}
-"""Sizes of the gradients of each bucket; in "unequal", ranks differ in their largest."""
+"""Size of each bucket's gradients. In "unequal", the largest differs between ranks."""
 
 
 class _Given(nn.Module):
@@ -327,12 +327,12 @@ SENT: dict[str, tuple[int, Callable[[int], float]]] = {
     "alltoall_base": (1, lambda n: (n - 1) / n),
     "all_to_all_single": (1, lambda n: (n - 1) / n),
 }
-"""Methods of ProcessGroup: the place of the tensor that a rank gives, and what it sends of it to n ranks."""
+"""{ProcessGroup method: (position of the tensor that a rank contributes, multiple of its bytes sent to n ranks)}."""
 
 
 @contextmanager
 def _counted() -> Iterator[list[float]]:
-    """Within, the bytes that this rank sends in each collective, by the usual algorithms."""
+    """Yield the bytes that this rank sends in each collective within the block, by the usual algorithms."""
     sent: list[float] = []
 
     def counting(name: str, place: int, factor: Callable[[int], float]) -> Callable[..., Any]:
@@ -353,7 +353,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def observe_hook(answer: Answer) -> dict[str, Any]:
-    """What equal gradients add up to in many steps, and the bytes per gradient, on 2 and on 5 ranks."""
+    """Return what equal gradients add up to over many steps, and the bytes per gradient, on 2 and on 5 ranks."""
     seen: dict[str, Any] = {}
     for ranks in (2, 5):
         found = on_ranks(_constant, ranks, answer, when=f"in the hook, on {ranks} ranks")
@@ -369,7 +369,9 @@ def observe_hook(answer: Answer) -> dict[str, Any]:
         for name in SCALES:
             largest = max(g[name].abs().max() for g in every)
             off = (total[name] - STEPS * mean[name]).abs().max()
-            allowed = 2.5 * largest / 127 + 0.005 * STEPS * mean[name].abs().max()  # what is still kept; bfloat16
+            allowed = (
+                2.5 * largest / 127 + 0.005 * STEPS * mean[name].abs().max()
+            )  # error feedback still held; bfloat16
             seen[f"{where}: the gradients of the bucket {name!r} add up"] = bool(off <= allowed)
         each = max(r["sent"] for r in found) / (EACH * len(SCALES))
         seen[f"{where}: bytes that a rank sends per gradient"] = "at most 3" if each <= LIMIT else f"{each:.1f}"
@@ -382,8 +384,8 @@ def _meaning(value: float, ranks: int) -> str:
 
 
 def _constant(answer: Answer) -> dict[str, Any]:
-    """The sum of each gradient over STEPS equal steps, and the most bytes of a step; 8 per rank and bucket are free."""
-    ddp = DistributedDataParallel(_Given(), bucket_cap_mb=EACH * 4 / 2**20)  # a bucket for each parameter
+    """Return each gradient's sum over STEPS equal steps, and a step's most bytes; 8 per rank and bucket are free."""
+    ddp = DistributedDataParallel(_Given(), bucket_cap_mb=EACH * 4 / 2**20)  # one bucket per parameter
     ddp.register_comm_hook({}, answer)
     gradients = _gradients(dist.get_rank())
     total = {name: torch.zeros(EACH) for name in SCALES}

@@ -62,8 +62,7 @@ def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
 
 
 def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
-    """Yield a slide for each heading, and more if it would be too long. Leaves out folded hints, which aren't for a
-    room."""
+    """Yield a slide for each heading, and more if it would be too long. Drops folded hints, which aren't for a room."""
     source = re.sub(r"<details>.*?</details>", "", source, flags=re.DOTALL)
     for section in filter(None, map(str.strip, re.split(r"^(?=#{1,3} )", source, flags=re.MULTILINE))):
         kind = "slide" if re.match(r"##? ", section) else "subslide"
