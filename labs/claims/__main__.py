@@ -51,7 +51,6 @@ def main() -> int:
 
 
 def one(args: argparse.Namespace) -> int:
-    """Print the sheet of one claim."""
     if args.evidence:
         found = docket.sheet(args.id, given(args))
     else:
@@ -66,7 +65,6 @@ def given(args: argparse.Namespace) -> Records:
 
 
 def many(args: argparse.Namespace) -> int:
-    """Print all claims that match the options."""
     if args.again:
         raise BadInput("--again needs a claim, for example C16")
     if args.notebook and not claims(args.notebook):

@@ -9,7 +9,7 @@ from labs.kit.record import Records
 
 
 def _repaired(records: Records, rung: str, before: str) -> tuple[Estimate, str]:
-    """Return the ratio of the loop's answer after a repair to the one before it, and the model."""
+    """Return the ratio of the loop's answers after and before a repair, and the model."""
     run = last(records, "timing", "answer_s", rung=rung)
     return ratio(run.one("answer_s", rung=rung), run.one("answer_s", rung=before)), model_of(run)
 
@@ -70,7 +70,7 @@ def c22_the_method_is_complete(records: Records) -> Verdict:
 
 @verdict("E23")
 def e23_a_larger_batch_is_more_efficient(records: Records) -> Verdict:
-    """Holds if DDP's efficiency and the activation bytes both grow from the smallest batch to the largest."""
+    """Holds if DDP's efficiency and the activation bytes grow from the smallest to the largest batch."""
     run = last(records, "batch_size", "step_s", mode="ddp")
     found, ranks = batch_size.speedups(run), run[0].layout["world_size"]
     small, large = min(found), max(found)

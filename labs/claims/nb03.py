@@ -9,7 +9,7 @@ from labs.kit.record import Records
 
 
 def _map(records: Records) -> tuple[list[dict], int]:
-    """Return the rows of the last speedup_map, and its number of ranks."""
+    """Return the rows of the last speedup_map, and its ranks."""
     run = last(records, "speedup_map", "step_s", way="ddp")
     if (ranks := run[0].layout["world_size"]) < 2:
         raise LookupError("launch('speedup_map') on at least 2 ranks is needed")

@@ -89,7 +89,6 @@ def watch(config: Config) -> None:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     config = cli.parse_config(Config, __doc__, PROG)
     try:
         if config.reveal or config.hide:

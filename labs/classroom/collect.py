@@ -1,7 +1,7 @@
 """Read a room: every learner's folder, whatever state its files are in.
 
-A truncated, malformed or foreign file becomes one line in `Room.problems`. Links aren't followed, because a learner's
-link could put the instructor's own files on the screen.
+A truncated, malformed or foreign file becomes one line in `Room.problems`. Links aren't followed, since a learner's
+link could show the instructor's files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read_room(folder: Path) -> Room:
 
 
 def signature(folder: Path) -> tuple[Any, ...]:
-    """Return a value that changes whenever a file in the room does."""
+    """Return a value that changes when a file in the room does."""
     files = [p for p in (*folder.glob("*/*"), folder / REVEALED) if p.is_file() and not p.name.startswith(".")]
     return tuple((str(p), p.lstat().st_mtime_ns, p.lstat().st_size) for p in sorted(files))
 
@@ -77,7 +77,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _read_file(path: Path, learner: Learner) -> None:
-    """Add a file's contents to the learner. Raises with the reason if the file can't be used."""
+    """Add a file to the learner. Raises with the reason if it can't be used."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_BYTES:
         raise ValueError("a link, a folder, or too large")
     topic = path.name.partition("-")[0]

@@ -193,7 +193,7 @@ def folders(root: Path) -> list[Check]:
 
 
 def folder_problem(folder: Path, need_bytes: int = 0) -> str:
-    """Return why `folder`, or the existing folder it would be made in, isn't writable; "" if it is."""
+    """Return why `folder`, or its nearest existing parent, isn't writable; "" if it is."""
     there = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there, prefix="labs-") as f:
@@ -368,7 +368,6 @@ class Report:
     versions: dict[str, Any] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Check]:
-        """Return the checks with this status."""
         return [c for c in self.checks if c.status == status]
 
     @property
@@ -392,7 +391,7 @@ class Report:
         return json.dumps({**head, "utc": utc, **asdict(self)}, indent=2) + "\n"
 
     def as_text(self, saved: str = "") -> str:
-        """Return the headline, problems with their fixes, passed checks in short, the report's place, the headline."""
+        """Return the headline, problems with fixes, passed checks, the report's place, the headline."""
         banner = f" {self.headline} ".center(80, "=")
         lines = [banner, f"course {self.course or 'unknown'}  {self.name or ''}  {self.seconds:.1f} s"]
         for c in (*self.with_status("fail"), *self.with_status("warn")):
@@ -480,7 +479,6 @@ class Parser(argparse.ArgumentParser):
     """Reports bad input in one line with exit code 2, as every lab does."""
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with code 2."""
         cli.fail(PROG, message)
 
 

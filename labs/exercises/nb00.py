@@ -50,7 +50,7 @@ HIDDEN = {
 
 
 def diagnose(card: Card) -> str:
-    """Return a card's state: "idle", "heat", "power", "locked" or "fine"."""
+    """Return "idle", "heat", "power", "locked" or "fine"."""
     reasons = " ".join(card["throttle reasons"])
     if card["utilisation (%)"] == 0:
         return "idle"  # without work a card lowers its clocks, so they show nothing
@@ -104,7 +104,7 @@ def observe_usable_cores(answer: Callable[[set[int], str], int]) -> dict[str, An
 
 
 def _whole(count: Any) -> Any:
-    """Return an int, even from NumPy or torch; describe anything else in words, since it isn't a number of threads."""
+    """Return an int, even from NumPy or torch, or a description of anything else."""
     try:
         return operator.index(count)
     except TypeError:

@@ -207,7 +207,7 @@ MACHINES = {
 
 
 def observe_compare(answer: Answer) -> dict[str, Any]:
-    """Return the order in which a and b run on four machines, what is returned, and whether the verdict follows."""
+    """Return the order in which a and b run on four machines, the ratios, and whether the verdict follows."""
     seen: dict[str, Any] = {}
     for seed, (name, (slower, noise, second, pairs)) in enumerate(MACHINES.items()):
         machine = DriftingMachine(slower, round(0.95 * pairs), second, noise, seed)
@@ -368,7 +368,6 @@ class _Marked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient."""
         return gradient, None
 
 

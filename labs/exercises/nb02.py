@@ -30,7 +30,7 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 
 
 def seed_worker(seed: int, rank: int, epoch: int, worker: int) -> None:
-    """Give each worker of each rank and epoch its own generator: a worker_init_fn, once its first arguments are bound."""
+    """Give each worker of each rank and epoch its own generator. A worker_init_fn, once all but `worker` is bound."""
     get_worker_info().dataset.rng = np.random.default_rng([seed, rank, epoch, worker])
 
 
@@ -199,7 +199,7 @@ HIDDEN = {
 
 
 def limited_by(run: dict[str, Any]) -> str:
-    """Return what limits a run: "turns", "model", "loader" or "cores"."""
+    """Return "turns", "model", "loader" or "cores"."""
     model, loader = run["model alone (images/s)"], run["loader alone (images/s)"]
     if run["num_workers"] == 0:
         return "turns"  # one process loads and trains in turn

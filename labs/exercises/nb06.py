@@ -83,7 +83,7 @@ def _orders(answer: Answer) -> list[list[Any]]:
 
 
 def _plain(found: Any) -> Any:
-    """Return a list of pairs, or the returned value as text, because it must travel between processes."""
+    """Return a list of pairs, or any other value as text, because it travels between processes."""
     try:
         return [(str(kind), int(i)) for kind, i in found]
     except (TypeError, ValueError):

@@ -196,7 +196,7 @@ SHORT, LONG = 5, 1_000_003
 
 
 def observe_small(answer: Answer) -> dict[str, Any]:
-    """Return the sum on 1 to 6 ranks, whether all ranks hold the same bits, and the rounds."""
+    """Return the sums on 1 to 6 ranks, whether all ranks hold the same bits, and the rounds."""
     seen: dict[str, Any] = {}
     for ranks in (2, 4, 3, 6, 1):
         found = on_ranks(_reduce, ranks, answer, when=f"on {ranks} ranks")
@@ -353,7 +353,7 @@ def _nbytes(tensors: Any) -> int:
 
 
 def observe_hook(answer: Answer) -> dict[str, Any]:
-    """Return what equal gradients add up to over many steps, and the bytes per gradient, on 2 and on 5 ranks."""
+    """Return the sums of equal gradients over many steps, and the bytes per gradient, on 2 and 5 ranks."""
     seen: dict[str, Any] = {}
     for ranks in (2, 5):
         found = on_ranks(_constant, ranks, answer, when=f"in the hook, on {ranks} ranks")

@@ -19,7 +19,7 @@ def exchange_s(size: float, ranks: int, latency_s: float, b_s: float) -> float:
 
 
 def exposed_s(compute_s: float, seconds: float, hidden: float) -> float:
-    """Return how long a step waits for an exchange of `seconds` if the share `hidden` of backward can hide it."""
+    """Return how long a step waits for an exchange if the share `hidden` of backward can hide it."""
     return max(0.0, seconds - hidden * BACKWARD * compute_s)
 
 
@@ -30,7 +30,7 @@ def pays_above_b_s(compute_s: float, size: float, ranks: int, latency_s: float, 
 
 
 def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: int, hidden: int) -> tuple:
-    """Return the figure, its description, and a sentence with the time of an exchange."""
+    """Return the figure, its description, and the time of an exchange."""
     compute, size = compute_ms / 1e3, 1e6 * mb
 
     def speedup(rate_gb_s: float, share: float) -> float:

@@ -24,7 +24,7 @@ def loader_rate(one_rate: float, workers: int, cores: float, wait_percent: float
 
 
 def draw(model: float, one: float, workers: int, cores: int, ranks: int, wait: int) -> tuple[Figure, str, str]:
-    """Return a figure of a rank's images/s against its workers, its description, and a sentence on what limits."""
+    """Return a figure of a rank's images/s against its workers, its description, and what limits."""
     counts, own_cores = range(MOST + 1), cores / ranks
     loader = [loader_rate(one, w, own_cores, wait) for w in counts]
     both = [expected(model, rate, w) for w, rate in zip(counts, loader, strict=True)]

@@ -174,7 +174,7 @@ def held_bytes() -> int:
 
 
 def until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
-    """Wait up to `limit_s` seconds for `holds` to become true, since the driver frees memory with a delay."""
+    """Wait up to `limit_s` seconds for `holds`, since the driver frees memory with a delay."""
     end = time.monotonic() + limit_s
     while not (found := holds()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -182,7 +182,7 @@ def until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
 
 
 def ranks_left() -> int:
-    """Return how many ranks and workers still run: the descendants of this process's fork server."""
+    """Return how many descendants of the fork server still run."""
     try:
         below = psutil.Process(forkserver._forkserver._forkserver_pid).children(recursive=True)
         return sum(p.status() != psutil.STATUS_ZOMBIE for p in below)
@@ -200,7 +200,6 @@ CHECKS: dict[str, Callable[[bool], str]] = {
 
 
 def main() -> None:
-    """Run the check named on the command line."""
     names = [word for word in sys.argv[1:] if word != "--rehearse"]
     if len(names) != 1 or names[0] not in CHECKS:
         wrong = names[0] if names else ""

@@ -57,7 +57,6 @@ class Recomputed(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer returns."""
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
@@ -71,7 +70,7 @@ def build(model: Model, way: str, smoke: bool) -> Workload:
 
 
 def training_step(workload: Workload, name: Format, way: str, rows: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that runs one step of AdamW on one batch, all on `device`."""
+    """Make a step of AdamW on one batch, all on `device`."""
     module = workload.module.to(device)
     x, y = (t.to(device) for t in workload.make_batch(rows))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=way == "fused")

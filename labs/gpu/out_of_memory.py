@@ -69,7 +69,6 @@ def train(model: nn.Module, rows: int, device: torch.device) -> None:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Report the first line of the message."""
     r = records.one("failed_batch")
     yield f"A batch of {r.value:,.0f} rows failed: {r.case['message']}"
 

@@ -77,7 +77,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def side_stream(batches: list[Tensor], work: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
-    """Return a step that copies the next batch on a separate stream while the GPU works on the current one."""
+    """Make a step that copies the next batch on a separate stream while the GPU works."""
     copies = torch.cuda.Stream(device)
 
     def copied(batch: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """The outcome as one line for a terminal."""
+        """One line for a terminal."""
         return f"{self.word:6}  {self.task:18} {self.seconds:5.0f} s  {self.reason}"
 
 
@@ -175,7 +175,7 @@ def _count(gpus: int) -> str:
 
 
 def machine_folder(gpus: list[str], utc: str) -> str:
-    """Return the name of the folder in records/, for example "4x-nvidia-a100-sxm4-80gb-2026-11"."""
+    """Return a folder name such as "4x-nvidia-a100-sxm4-80gb-2026-11"."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower()).strip("-")
     return f"{len(gpus)}x-{slug}-{utc[:7]}" if len(gpus) > 1 else f"{slug}-{utc[:7]}"
 
@@ -192,7 +192,6 @@ def table() -> str:
 
 
 def main() -> None:
-    """Run the command line."""
     config = cli.parse_config(Config, __doc__, PROG)
     if config.list:
         print(table())
@@ -213,7 +212,7 @@ def main() -> None:
 
 
 def require_elsewhere(out: Path) -> None:
-    """Reject --out for a rehearsal, which writes no records."""
+    """Reject --out for a rehearsal."""
     if out != Config.out:
         cli.fail(PROG, "--rehearse writes into build/gpu/rehearsal alone: leave out --out")
 

@@ -52,12 +52,12 @@ def lab(
 
 
 def check(name: str) -> Callable[[Place, Path], list[Any]]:
-    """Return the command `python -m labs.gpu.checks NAME`."""
+    """Return the command of one check."""
     return lambda place, part: ["labs.gpu.checks", name, *(["--rehearse"] if place.rehearsal else [])]
 
 
 def doctor(script: str, *options: Any) -> Callable[[Place, Path], list[Any]]:
-    """Return the command for the doctor's report on a script, as report.json."""
+    """Return the command of a doctor's report, as report.json."""
 
     def command(place: Place, part: Path) -> list[Any]:
         short = ["--steps", 5, "--seconds", 0] if place.rehearsal else ["--seconds", 20]

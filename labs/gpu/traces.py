@@ -41,13 +41,13 @@ class Config:
 
 
 def launch_bound() -> Workload:
-    """Return a model of 40 layers, 32 wide: many operators with nearly no arithmetic."""
+    """Build 40 layers, 32 wide: many operators, nearly no arithmetic."""
     module = nn.Sequential(*(m for _ in range(40) for m in (nn.Linear(32, 32), nn.ReLU())))
     return Workload(module, lambda rows: (torch.randn(rows, 32), torch.randn(rows, 32)), nn.functional.mse_loss)
 
 
 def training_step(workload: Workload, rows: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that runs one step of SGD on one batch."""
+    """Make a step of SGD on one batch."""
     module = workload.module.to(device)
     x, y = (t.to(device) for t in workload.make_batch(rows))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
@@ -61,7 +61,7 @@ def training_step(workload: Workload, rows: int, device: torch.device) -> Callab
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Write each trace; record the seconds of each step and the share of them in which the device runs a kernel."""
+    """Write each trace; record each step's seconds and the share in which the device runs a kernel."""
     cases = {"launch_bound": (launch_bound, 32), "compute_bound": (gpt_block, 2 if config.smoke else 64)}
     for done, (name, (build, rows)) in enumerate(cases.items()):
         rank.progress(done, len(cases), name)

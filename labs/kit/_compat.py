@@ -1,8 +1,7 @@
-"""All of PyTorch's private API that the course uses. It changes without notice, so no other module in labs touches it.
+"""All of PyTorch's private API that the course uses. It changes without notice, so nothing else in labs touches it.
 
-`from labs.kit._compat import TorchDispatchMode` imports a name listed in PLACES at that moment. The names in ATTRIBUTES
-are functions that read an attribute of an object. If torch has moved something, you get one clear error. Recipes don't
-import labs, so they carry their own guards.
+`from labs.kit._compat import TorchDispatchMode` imports a name in PLACES on demand. Names in ATTRIBUTES are functions
+that read an object's attribute. If torch has moved something, you get one clear error. Recipes have their own guards.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def end_workers(batches: Any) -> None:
 def call_through(module: Any, function: Callable | None) -> None:
     """Make `module(...)` call `function`, as `module.compile()` does. With None, it calls its forward again.
 
-    This doesn't use setattr, because an OptimizedModule passes that on to the module it wraps.
+    Not by setattr, which an OptimizedModule passes on to the module it wraps.
     """
     if function is not None:
         module.__dict__["_compiled_call_impl"] = function

@@ -46,7 +46,7 @@ Slip = tuple[Callable[[Any], float], str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """A question with one number as its answer, asked for several cases."""
+    """One number, asked for several cases."""
 
     name: str
     cases: Sequence[Any]
@@ -86,8 +86,8 @@ NOISE = re.compile(r"ProcessGroupGloo|gloo::|preamble\.length")
 def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> list[Any]:
     """Run `body(*args)` on every rank and return the results in rank order. Raises RankFailed if one raises.
 
-    Raises Mistake if a rank waits for a collective that another one never calls, or calls with another size. `when`
-    ends the first sentence of its message.
+    Raises Mistake if a rank waits for a collective that another never calls, or calls with another size. `when` ends
+    its first sentence.
     """
     printed = io.StringIO()
     try:
@@ -163,7 +163,7 @@ def _impatient(wait_s: float, body: Callable[..., Any], args: tuple) -> Any:
 
 
 def _where(text: str) -> str:
-    """Return the learner's line in which the failing rank was waiting, from its traceback; "" if there is none."""
+    """Return the learner's line in which the failing rank waited; "" if unknown."""
     own = [
         m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|chapters|exercises)/", m["file"])
     ]

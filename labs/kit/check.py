@@ -297,7 +297,7 @@ def _is_todo(candidate: Any) -> bool:
 
 
 def _is_stub(candidate: Any) -> bool:
-    """Return whether a function's body is only `...`. A lambda that returns None counts as an answer."""
+    """Return whether a function's body is `...`. A lambda that returns None is an answer."""
 
     def stub() -> None: ...
 
@@ -403,7 +403,7 @@ def error_text(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
-    """Return the error in one line, the learner's frames (no others) and a hint."""
+    """Return the error in one line, the learner's frames and a hint."""
     root = _root(error)
     text, whole = f"{type(root).__name__}: {error_text(root)}".strip().rstrip(":"), error_text(error)
     frames = list(_remote_frames(whole, candidate))  # if it was raised on a rank, its text holds a traceback
@@ -417,7 +417,7 @@ def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the original exception at the end of a chain of `raise ... from`."""
+    """Return the first exception of a chain of `raise ... from`."""
     seen = set[int]()
     while error.__cause__ is not None and id(error) not in seen:  # two exceptions may name each other as cause
         seen.add(id(error))
@@ -435,7 +435,7 @@ def _first_line(text: str) -> str:
 
 
 def _learner_file(filename: str, candidate: Callable[..., Any]) -> bool:
-    """Return whether a file is the one (or notebook cell) that holds the candidate, or another cell of a notebook."""
+    """Return whether a file holds the candidate, or another cell of a notebook."""
     code = getattr(candidate, "__code__", None)
     own = code.co_filename if code else None
     library = filename.startswith(sysconfig.get_paths()["purelib"])

@@ -415,7 +415,7 @@ class Table:
         return [row for word in SIGNS for row in self.rows if row[1].word == word]
 
     def _open(self) -> list[Row]:
-        """Return the rows without a verdict: those that need GPUs, then those not tested."""
+        """Return the rows without a verdict: first those that need GPUs."""
         rows = [row for row in self.rows if row[1].word not in SIGNS]
         return sorted(rows, key=lambda row: not row[1].word.startswith("needs"))
 

@@ -2,8 +2,7 @@
 
 python -m labs.X --help          torchrun --nproc-per-node 2 -m labs.X
 
-Bad input gives one line and exit code 2. To report it quickly, modules that start ranks are imported where they're
-used.
+Bad input gives one line and exit code 2. To report it quickly, slow modules are imported only where they're used.
 """
 
 from __future__ import annotations

@@ -42,8 +42,6 @@ SHOWING = ("show_code", "show_diff")
 
 @dataclass(frozen=True)
 class Source:
-    """Lines of one file."""
-
     place: str
     """Path relative to the repository or to site-packages, or a description"""
     text: str
@@ -147,7 +145,7 @@ def _name(part: Any) -> str:
 
 
 def _is_cell(path: Path) -> bool:
-    """Return whether a path is a notebook cell, whose source ipykernel keeps under a temporary name."""
+    """Return whether a path is a notebook cell, which ipykernel keeps in a temporary file."""
     return "ipykernel_" in str(path) or path.name.startswith("<")
 
 
@@ -253,7 +251,6 @@ def refresh(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m labs.kit.code",
         description="Write what show_code shows now into the notebooks, without running them.",

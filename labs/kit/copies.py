@@ -66,8 +66,7 @@ class Found:
     """The state of one notebook's copy after `update`."""
 
     state: Literal["made", "current", "renewed", "old", "beside", "unreadable", "gone"]
-    """beside: the new version is now beside the old copy. unreadable: the original isn't a notebook. gone: the course
-    no longer has this notebook."""
+    """beside: the new version is beside the old copy. unreadable: the original is no notebook. gone: there is none."""
     name: str
     """The original's name, without .ipynb."""
     path: Path
@@ -118,14 +117,14 @@ def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found
 
 
 def notebooks(root: Path = ROOT) -> dict[str, Path]:
-    """Return {name without .ipynb: path} of the course's notebooks. Raises BadInput if there are none."""
+    """Return {name without .ipynb: path} of the notebooks. Raises BadInput if there are none."""
     found = {path.stem: path for path in sorted((root / "notebooks").glob("*.ipynb"))}
     require(bool(found), f"there are no notebooks in {root / 'notebooks'}: run this in a checkout of the course")
     return found
 
 
 def choose(name: str, root: Path = ROOT) -> str:
-    """Return the notebook meant by "03", "3", its name or the path of a copy. BadInput lists the valid names."""
+    """Return the notebook meant by "03", "3", its name or a copy's path. BadInput lists the names."""
     known, wanted = notebooks(root), Path(name).name.removesuffix(".ipynb").casefold()
     meant = [n for n in known if wanted in (n.casefold(), number(n).casefold(), number(n).lstrip("0") or "0")]
     require(len(meant) == 1, f"there is no notebook {name!r}; there are {', '.join(known)}")
@@ -224,7 +223,7 @@ def _why_old(old: Copy) -> str:
 
 
 def command(module: str, argument: str) -> str:
-    """Return a module's command line for the course's folder. Names .venv's Python, which is seldom activated."""
+    """Return a module's command line. Names .venv's Python, because it is seldom activated."""
     venv = Path(sys.prefix).resolve()
     python = f"{venv.relative_to(ROOT).as_posix()}/bin/python" if venv.is_relative_to(ROOT) else "python"
     return f"{python} -m {module} {argument}"
@@ -267,7 +266,6 @@ def _cannot_write(my: Path, e: OSError) -> str:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m labs.kit.copies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

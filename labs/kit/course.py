@@ -3,10 +3,9 @@
     python -m labs.kit.course                       # all of notebooks/, into build/
     python -m labs.kit.course 03_dataparallel_vs_ddp -p NPROC 1
 
-The output folder gets the executed notebooks, their HTML pages and index.html. At the end, the slowest cells and those
-over 30 s are printed. On a slow or busy machine the limits grow in proportion to a short calculation that is timed
-between notebooks. A failing notebook doesn't stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input,
-130 interrupted.
+The output folder gets the executed notebooks, their HTML pages and index.html. At the end it prints the slowest cells
+and those over 30 s. The limits grow on a slow or busy machine, measured by a short calculation between notebooks. A
+failing notebook doesn't stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -168,7 +167,6 @@ def nothing_left() -> Iterator[None]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m labs.kit.course",
         description=__doc__,

@@ -1,8 +1,8 @@
 """Output during and after a run: sentences and tables in a cell, live progress, and the monitor's strip below it.
 
 The launching process shares its CPU cores with the ranks, so a view only formats a few KB of text twice a second and
-draws no figure until the ranks are done. The strip (a lane per core or GPU, CPU use by other programs, peak memory) is
-inline SVG under 4 KB, made in well under a millisecond. It has its own white card, for light and dark themes.
+draws no figure until they are done. The strip (a lane per core or GPU, CPU use by other programs, peak memory) is
+inline SVG under 4 KB, on its own white card for light and dark themes.
 """
 
 from __future__ import annotations
@@ -164,7 +164,6 @@ def open_view(lab: str, nproc: int) -> View:
 
 
 def _in_notebook() -> bool:
-    """Return whether this code runs in a notebook's kernel."""
     if "ipykernel" not in sys.modules:
         return False
     from IPython import get_ipython

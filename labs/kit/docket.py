@@ -102,8 +102,7 @@ OPEN = 30
 
 @cache
 def recorded() -> Docket:
-    """Return all claims, judged by the records of the committed run, or by a recorded GPU run where they need a GPU.
-    The same on every machine."""
+    """Return all claims, judged by the committed run's records, or a recorded GPU run's if they need a GPU."""
     return Docket(tuple((c, recorded_case(c)[0]) for c in claims()))
 
 
@@ -116,7 +115,7 @@ def recorded_case(claim: Claim) -> tuple[Verdict, Records]:
 
 
 def own() -> Docket:
-    """Return the claims of the notebooks that have been run on this machine, judged by its own records."""
+    """Return the claims of the notebooks run on this machine, judged by its own records."""
     gpus = gpu_count()
     here = {n: evidence.kept(n) for n in {c.notebook for c in claims()}}
     return Docket(tuple((c, judge(c, here[c.notebook], gpus)) for c in claims() if here[c.notebook]))
@@ -129,7 +128,7 @@ def recorded_evidence(notebook: str) -> Records:
 
 
 def by_id(claim_id: str) -> Claim:
-    """Return one claim. Raises BadInput if there is none with this id."""
+    """Return one claim. Raises BadInput for an unknown id."""
     known = {c.id: c for c in claims()}
     claim_id = claim_id.upper()
     hint = did_you_mean(claim_id, known)
@@ -199,7 +198,7 @@ def sheet(claim_id: str, given: Records | None = None) -> Sheet:
 
 
 def is_lab(run: Records) -> bool:
-    """Return whether these records came from a launch, rather than from a function that a notebook called."""
+    """Return whether these records came from a launch, not from a function called in a notebook."""
     return run[0].lab in experiments()
 
 

@@ -56,7 +56,7 @@ def kept(notebook: str, folder: Path | None = None) -> Records:
 
 
 def kept_of_gpus(notebook: str, folder: Path = RECORDED.parents[1]) -> list[Records]:
-    """Load the evidence of `notebook` recorded on machines with GPUs, one entry per machine, sorted by folder."""
+    """Load the evidence of `notebook` from each machine with GPUs, sorted by folder."""
     places = sorted(p for p in folder.glob("*/claims") if p != RECORDED)
     return [found for place in places if len(found := kept(notebook, place))]
 
@@ -97,5 +97,5 @@ def call_of(run: Records) -> Call:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert lists to tuples: JSON has no tuples, and a Config no lists."""
+    """Convert lists to tuples: JSON has no tuples, a Config no lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -147,7 +147,7 @@ def no_full_collection() -> Iterator[None]:
 
 
 def _show(drawn: tuple[Figure, str, str], image: bytes, picture: str | None = None, update: bool = False) -> None:
-    """Display picture and sentence as one output, with width and height set so that the page doesn't jump."""
+    """Display picture and sentence as one output of fixed size, so the page doesn't jump."""
     fig, alt, sentence = drawn
     require(len(alt.strip()) >= 10, "a figure needs an alternative text, a sentence that says what it shows")
     alt = " ".join(alt.split())

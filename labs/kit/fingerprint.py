@@ -1,6 +1,6 @@
 """Short hashes that identify a version of the course, independent of machine, Python version and line endings.
 
-    course()             all notebooks and all of labs/: compared between an instructor and a room
+    course()             all notebooks and all of labs/: what an instructor and a room compare
     notebook(path)       one notebook's cells, without outputs
     code_behind(path)    the code of labs/ that a notebook runs, without comments and docstrings
 
@@ -58,7 +58,7 @@ def code_behind(path: Path) -> str:
 
 
 def modules_behind(path: Path) -> set[str]:
-    """Return the names of the modules of labs/ that a notebook needs, including its exercises and claims."""
+    """Return the modules of labs/ that a notebook needs, including its exercises and claims."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     source = "\n".join(
         re.sub(r"^[%!].*$", "", _text(c["source"]), flags=re.M) for c in cells if c["cell_type"] == "code"
@@ -79,7 +79,7 @@ def modules_behind(path: Path) -> set[str]:
 
 @cache  # most modules are used by several notebooks
 def _uses(source: str, module: str) -> frozenset[str]:
-    """Return the modules of labs/ that `source` imports (anywhere in it) or launches, with their parent packages."""
+    """Return the modules of labs/ that `source` imports anywhere or launches, and their packages."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         names = []

@@ -116,7 +116,6 @@ class ForkServer:
         return forkserver._forkserver._forkserver_pid
 
     def run_folder(self) -> Path:
-        """Make a new folder for one run."""
         folder = self.root / f"run-{next(self.runs)}"
         folder.mkdir()
         return folder

@@ -149,7 +149,7 @@ def one_per_core_first(cpus: Sequence[int], root: str | Path = "/") -> tuple[int
 
 
 def visible_gpu_names(report: nvml.Report | None = None, environ: dict[str, str] | None = None) -> list[str]:
-    """Return the names of the GPUs that this torch can use, in CUDA order; [] for a CPU build."""
+    """Return the names of the GPUs that torch can use, in CUDA order; [] for a CPU build."""
     import torch
 
     if not torch.backends.cuda.is_built():

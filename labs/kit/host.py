@@ -68,18 +68,18 @@ def core_count() -> int:
 
 
 def cpu_quota_v2(text: str) -> float | None:
-    """Return the cores granted by the text of `cpu.max`: "150000 100000" is 1.5, "max 100000" is None."""
+    """Parse `cpu.max` into cores: "150000 100000" is 1.5, "max 100000" is None."""
     quota, _, period = text.strip().partition(" ")
     return None if quota in ("", "max") else int(quota) / int(period or 100_000)
 
 
 def cpu_quota_v1(quota: str, period: str) -> float | None:
-    """Return the cores granted by `cpu.cfs_quota_us` and `cpu.cfs_period_us`; None for a quota of -1."""
+    """Parse `cpu.cfs_quota_us` and `cpu.cfs_period_us` into cores; a quota of -1 is None."""
     return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
 
 
 def memory_limit(text: str) -> int | None:
-    """Return the bytes allowed by the text of `memory.max` (v2) or `memory.limit_in_bytes` (v1); None: no limit."""
+    """Parse `memory.max` (v2) or `memory.limit_in_bytes` (v1) into bytes; None means no limit."""
     if text.strip() in ("", "max"):
         return None
     return int(text) if int(text) < UNLIMITED_V1 else None

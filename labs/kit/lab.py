@@ -61,7 +61,7 @@ def experiments(labs: Path = Path(__file__).parents[1]) -> dict[str, Path]:
 
 
 def short_name(full: str) -> str:
-    """Return a lab's name for records, messages and `launch`: without "labs." for a module in labs/ itself."""
+    """Return a lab's name for records and `launch`: without "labs." for a module in labs/ itself."""
     package, _, name = full.rpartition(".")
     return name if package == "labs" else full
 
@@ -98,7 +98,7 @@ def _is_edited(module: ModuleType) -> bool:
 
 
 def _time_ns(module: ModuleType) -> int:
-    """Return when the module's file changed; 0 for a namespace package, or if the file is gone."""
+    """Return when the module's file changed; 0 if it has none or it is gone."""
     try:
         return os.stat(module.__file__).st_mtime_ns
     except (OSError, TypeError):
@@ -106,8 +106,7 @@ def _time_ns(module: ModuleType) -> int:
 
 
 def require_findable(name: str, what: str) -> None:
-    """Raise BadInput unless `name`, "package.module:factory", exists. Reads its module without running it, so it's
-    fast.
+    """Raise BadInput unless `name`, "package.module:factory", exists. Reads its module quickly, without running it.
 
     Cases that need running, such as a name imported with *, are left to `imported`.
     """

@@ -147,7 +147,7 @@ class Job:
         self.results: list[Any] = []
 
     def run(self) -> list[Any]:
-        """Return what `body` returned, by rank. Raises RankFailed or RankTimeout. Leaves no process, port or file."""
+        """Return what `body` returned, by rank. Raises RankFailed or RankTimeout. Leaves nothing behind."""
         with signals_held() as self.noted:
             server = start_fork_server()
             server.wait_until_warm(self._check)
@@ -248,7 +248,6 @@ class NoLogs(LogsSpecs):
     """Redirects nothing. Ranks redirect their own output, even on macOS, where the agent can't."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return empty names for all ranks."""
         none = dict.fromkeys(envs, "")
         for env in envs.values():
             env["TORCHELASTIC_ERROR_FILE"] = ""
@@ -256,7 +255,6 @@ class NoLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Return "", as no folder is used."""
         return ""
 
 
@@ -286,7 +284,7 @@ class OneMachine(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Make ranks connect to this store instead of creating one."""
+        """Make ranks connect to this store instead of making one."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -295,11 +293,9 @@ class OneMachine(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, where)
 
     def get_backend(self) -> str:
-        """Return the name under which this class is registered."""
         return RENDEZVOUS
 
     def get_run_id(self) -> str:
-        """Return the launcher's run id."""
         return self.run_id
 
     def is_closed(self) -> bool:
@@ -310,11 +306,10 @@ class OneMachine(RendezvousHandler):
         """Do nothing, since there is no other agent."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, since no other agent can join."""
+        """Return 0: no other agent can join."""
         return 0
 
     def shutdown(self) -> bool:
-        """Close the port."""
         del self.store
         return True
 

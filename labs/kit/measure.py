@@ -95,8 +95,7 @@ def steady_from(seconds: Sequence[float], window: int = 6, tolerance: float = 0.
     The level is the median of the last third, or of the last 2 windows if that is more. From the returned step, every
     median of `window` consecutive steps is within `tolerance` of the level, and the total drift is at most `tolerance`.
     If steps vary more, up to 1.5 times the median change between neighbours also counts as level. Medians tolerate up
-    to 2 outliers in 6 steps. Time grows with the third power of the length: use it for warm-ups of up to about 200
-    steps.
+    to 2 outliers in 6 steps. Time grows with the third power of the length: meant for up to about 200 steps.
     """
     need = max(2 * window, len(seconds) // 3)
     if len(seconds) < need:
@@ -114,7 +113,7 @@ def steady_from(seconds: Sequence[float], window: int = 6, tolerance: float = 0.
 
 
 def _drift(seconds: Sequence[float]) -> float:
-    """Return the rise of `seconds` from end to end by its Theil-Sen slope, the median slope of all pairs."""
+    """Return the rise of `seconds` from end to end by the Theil-Sen slope (median of all pairs)."""
     pairs = itertools.combinations(enumerate(seconds), 2)
     return len(seconds) * statistics.median((b - a) / (j - i) for (i, a), (j, b) in pairs)
 
@@ -143,7 +142,7 @@ class Estimate:
         return f"{value}{unit} [{low}, {high}]"
 
     def scaled(self, factor: float, unit: str | None = None) -> Estimate:
-        """Return the estimate with all three numbers times `factor` > 0."""
+        """Multiply all three numbers by `factor` > 0."""
         unit = self.unit if unit is None else unit
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.n, unit)
 
@@ -376,7 +375,7 @@ def interleave(
 
 
 def _cycle(steps: int, budget: Budget) -> int:
-    """Return after how many rounds each of `steps` had each place; 1 if the budget's limits don't fit such a cycle."""
+    """Return after how many rounds each step had each place; 1 if the budget's limits don't fit."""
     return steps if steps and budget.least % steps == 0 == budget.most % steps else 1
 
 

@@ -292,7 +292,7 @@ class CpuSampler:
         return {pid for members in self._families.values() for pid in members}
 
     def _scan(self, pids: dict[int, int]) -> None:
-        """Look for new children now and then, and at once if a rank has started or ended."""
+        """Look for new children now and then, and when a rank starts or ends."""
         roots = {os.getpid(), *pids.values()}
         if roots == self._families.keys() and time.monotonic() < self._next_scan:
             return
@@ -414,7 +414,7 @@ class GpuSampler:
         self._handles = _handles(nvml, gpus)
 
     def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
-        """Yield (key, value) pairs of one moment. A reading that fails on a GPU is not tried again."""
+        """Yield (key, value) pairs of one moment. A reading that fails once isn't tried again."""
         readings = READINGS
         if self._handles and (now := time.monotonic()) >= self._next_slow:
             readings, self._next_slow = READINGS + SLOW_READINGS, now + SLOW_PERIOD_S
@@ -428,14 +428,13 @@ class GpuSampler:
                     self._unsupported.add((index, name))
 
     def close(self) -> None:
-        """Release the driver."""
         if self.nvml is not None:
             self.nvml.nvmlShutdown()
             self.nvml = None
 
 
 def _handles(nvml: Any, gpus: Collection[int] | None) -> dict[int, Any]:
-    """Return {CUDA index: NVML handle} of `gpus`. A MIG instance has its own handle, for its own memory."""
+    """Return {CUDA index: NVML handle} of `gpus`. A MIG instance has its own, for its own memory."""
     cards = report(nvml, brief=True)
     shown = visible(cards) or []
     if any(v.nvml_index is None for v in shown):  # we can't know which ones are in use

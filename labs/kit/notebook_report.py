@@ -29,8 +29,6 @@ TOLD = 1.2  # slowness above which a line is printed
 
 @dataclass(frozen=True)
 class CellTime:
-    """The time of one code cell."""
-
     notebook: str
     number: int
     """The number in its prompt: [14]"""
@@ -58,7 +56,6 @@ def cell_times(executed: Path) -> list[CellTime]:
 
 
 def slowest(times: list[CellTime], count: int) -> list[CellTime]:
-    """Return the `count` slowest cells, slowest first."""
     return sorted(times, key=lambda t: t.seconds, reverse=True)[:count]
 
 
@@ -158,7 +155,7 @@ class Entry:
 
     @classmethod
     def of(cls, source: Path) -> Entry:
-        """Return the entry of a notebook that hasn't run yet. Raises BadInput if the file isn't a notebook."""
+        """Return the entry of a notebook that hasn't run yet. BadInput if the file isn't a notebook."""
         try:
             notebook = nbformat.read(source, as_version=4)
         except (ValueError, AttributeError) as e:
@@ -202,7 +199,6 @@ class _Images(HTMLParser):
 
 
 def html_pictures(markup: str) -> list[Picture]:
-    """Return the images in a piece of HTML."""
     parser = _Images()
     parser.feed(markup)
     return parser.found

@@ -120,7 +120,7 @@ def ask(nvml: Any, function: str, *args: Any) -> Any:
 
 
 def library(nvml: Any = None) -> Any:
-    """Return `nvml`, or the pynvml module if it is None. ImportError if nvidia-ml-py isn't installed."""
+    """Return `nvml`, or the pynvml module. ImportError if nvidia-ml-py isn't installed."""
     if nvml is None:
         import pynvml as nvml
     return nvml
@@ -340,7 +340,7 @@ def _choose(wanted: str, cards: Sequence[Gpu], in_order: bool) -> list[Choice]:
 
 
 def _by_uuid(entry: str, cards: Sequence[Gpu]) -> Choice | None:
-    """Return the only card or MIG instance whose UUID starts with `entry`; None if there isn't exactly one."""
+    """Return the one card or MIG instance whose UUID starts with `entry`, or None."""
     if entry.startswith("GPU-"):
         found = [(g, None) for g in cards if g.uuid and g.uuid.startswith(entry)]
     else:
@@ -356,7 +356,7 @@ def _by_index(entry: str, cards: Sequence[Gpu], in_order: bool) -> Choice | None
 
 
 def _one_mig_instance(chosen: list[Choice]) -> list[Choice]:
-    """Keep at most one MIG instance, as a process sees no more. Drop cards in MIG mode without instances."""
+    """Keep at most one MIG instance, as CUDA does. Drop cards in MIG mode without instances."""
     usable = []
     for card, mig in chosen:
         if card and card.mig and mig is None:

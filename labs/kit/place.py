@@ -47,7 +47,7 @@ is one process. SLURM_GTIDS lists the ranks of this machine: "0,1,2,3" (man srun
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's position, as its launcher reports it; the defaults mean a single process without a launcher."""
+    """A rank's position as its launcher reports it; by default a single process."""
 
     rank: int = 0
     ranks: int = 1

@@ -96,7 +96,7 @@ def figure(
 
 
 def _title_lines(text: str, width_in: float) -> list[str]:
-    """Split `text` into as few lines as fit into that width, of about equal length, so no word stands alone."""
+    """Split `text` into as few lines as fit, of about equal length."""
     words, limit = text.split(), 0.97 * 72 * width_in  # points
     fewest = len(_filled(words, limit))
     widths = (limit * share / 100 for share in range(100 // fewest, 100))
@@ -168,7 +168,7 @@ def to_png(fig: Figure) -> bytes:
 
 
 def finish(fig: Figure) -> None:
-    """Add legend and provenance line, if not done yet."""
+    """Add legend and provenance line, once."""
     if hasattr(fig, "_course_caption"):
         return
     records = fig._course_records

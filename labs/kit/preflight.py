@@ -163,7 +163,7 @@ def jupyter(facts: Facts) -> Check:
 
 
 def loopback(facts: Facts) -> Check:
-    """Check that a port on 127.0.0.1 can be opened, through which ranks find each other."""
+    """Check that ranks can meet through a port on 127.0.0.1."""
     if facts.port_problem is None:
         return Check("network", "pass", "a port on 127.0.0.1 can be opened")
     detail = f"no port on 127.0.0.1 can be opened: {facts.port_problem}"
@@ -176,7 +176,7 @@ def loopback(facts: Facts) -> Check:
 
 
 def cores(facts: Facts) -> Check:
-    """Check that there are two cores, which two ranks on a CPU need."""
+    """Check that there are two cores for two ranks."""
     c = facts.container
     quota = f", quota {c.cpu_quota:g}" if c.cpu_quota is not None else ""
     detail = f"{c.cores} usable (affinity {len(c.affinity)}{quota})"
@@ -214,7 +214,7 @@ def shared_memory(facts: Facts) -> Check:
 
 
 def open_files(facts: Facts) -> Check:
-    """Check the limit on open files, which workers and ranks use to pass tensors."""
+    """Check the limit on open files, through which ranks and workers pass tensors."""
     limit = facts.container.open_files
     if limit is None or limit >= 1024:
         return Check("open files", "pass", "no limit" if limit is None else f"at most {limit}")
@@ -263,7 +263,7 @@ class Started:
         self.found = guarded(self.trial.name, self.trial.run)
 
     def result(self) -> list[Check]:
-        """Return the checks, or the trial's `too_late` result at its limit; its thread is then abandoned."""
+        """Return the checks; at the limit, the trial's `too_late` result, abandoning its thread."""
         self.thread.join(max(0.0, self.until - time.monotonic()))
         if not self.thread.is_alive():
             return self.found
@@ -286,7 +286,7 @@ def unknown(name: str, error: BaseException) -> Check:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's type and first line, with the home folder, which holds a user's name, written as ~."""
+    """Return an exception's type and first line, with the home folder (a user's name) as ~."""
     first = next(iter(str(error).splitlines()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text.replace(str(Path.home()), "~")[:DETAIL_CHARACTERS]

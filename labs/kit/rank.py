@@ -70,7 +70,7 @@ class Rank:
             self.on_progress(done, total, message)
 
     def barrier(self) -> None:
-        """Wait for all ranks, on the host. gloo sleeps in the socket, so a waiting CPU rank leaves its core idle."""
+        """Wait for all ranks on the host. gloo sleeps in the socket, so a waiting rank leaves its core idle."""
         self.slowest([0.0])
 
     def gather(self, value: Any) -> list[Any]:
@@ -84,7 +84,7 @@ class Rank:
         return self.slowest([0.0 if opinion else 1.0]) == [0.0]
 
     def slowest(self, samples: Sequence[float]) -> list[float]:
-        """Return the elementwise maximum of `samples` over all ranks, which must pass the same number."""
+        """Return the elementwise maximum over all ranks, which must pass equally many samples."""
         worst = torch.tensor(samples, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return worst.tolist()
@@ -135,7 +135,7 @@ def process_group(device: Device, *, seed: int = 0, timeout_s: float = timeouts.
 
 
 def use(device: Device) -> torch.device:
-    """Make `device` this process's device: on a CPU, pin it and limit threads; on a GPU, set the current device."""
+    """Use `device`: on a CPU, pin this process and limit its threads; on a GPU, make it the current one."""
     if device.kind == "cpu":
         if hasattr(os, "sched_setaffinity"):  # macOS has no such call, so its scheduler decides
             os.sched_setaffinity(0, device.cores)

@@ -108,14 +108,14 @@ def own_children(run: Path) -> None:
 
 
 def _wait_for_all(run: Path, ranks: int) -> None:
-    """Keep this rank's connections open until all are done. A collective could match one of a peer's."""
+    """Keep connections open until all ranks are done. A collective could match a peer's."""
     while not all((run / f"done-{r}").exists() for r in range(ranks)):
         time.sleep(0.002)
 
 
 @contextmanager
 def _reported(run: Path, local_rank: int) -> Iterator[None]:
-    """Write an exception's traceback, with its time, into the run's folder, so the first failure can be named."""
+    """Write an exception's traceback and time into the run's folder, to find the first failure."""
     try:
         yield
     except BaseException as e:

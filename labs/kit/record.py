@@ -66,7 +66,7 @@ class Record:
         object.__setattr__(self, "samples", tuple(float(s) for s in self.samples))
 
     def _problem(self) -> str:
-        """Return what would make this record unreadable once saved, to find it while the lab still runs."""
+        """Return what would make the saved record unreadable, while the lab still runs."""
         if self.kind not in KINDS:
             return f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}"
         if not self.samples:
@@ -268,7 +268,7 @@ def as_json(config: Any) -> dict[str, Any]:
 
 
 def plain(values: Any) -> Any:
-    """Convert to what JSON would return: tuples to lists, NumPy and torch numbers to numbers, other objects to text."""
+    """Convert to what JSON returns: tuples to lists, NumPy and torch numbers to numbers, the rest to text."""
     return json.loads(json.dumps(values, default=lambda x: x.item() if hasattr(x, "item") else str(x)))
 
 
@@ -380,7 +380,7 @@ def parse_json(line: bytes) -> Any:
 
 
 def json_problem(value: Any, depth: int = 0) -> str:
-    """Return why `value` would change when written and read; "" if it wouldn't. A tuple comes back as a list."""
+    """Return why JSON would change `value`; "" if it wouldn't. A tuple comes back as a list."""
     match value:
         case None | bool():
             return ""

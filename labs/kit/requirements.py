@@ -14,8 +14,7 @@ VERSION = re.compile(r"\d+(?:\.\d+)*")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Parse a version's release: "2.9.1+cu128" gives (2, 9, 1), "2.9.0a0+git1a2b" gives (2, 9) without the final zero.
-    () if it doesn't start with a number."""
+    """Parse a version: (2, 9, 1) for "2.9.1+cu128", (2, 9) for "2.9.0a0+git1a2b". () without a leading number."""
     found = VERSION.match(version)
     parts = [int(part) for part in found[0].split(".")] if found else []
     while parts and parts[-1] == 0:

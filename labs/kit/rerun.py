@@ -67,7 +67,6 @@ def rerun(path: Path) -> None:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m labs.kit.rerun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

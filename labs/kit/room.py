@@ -3,8 +3,8 @@
     COURSE_ROOM=/shared/room COURSE_NAME=Ada make lab         # the learner's choice
     python -m labs.classroom /shared/room                     # the instructor's page
 
-Without COURSE_ROOM nothing is written. With it, a room that is full, read-only, missing or slow costs one line on
-stderr and half a second per session, but never a cell: a background thread writes the files.
+Without COURSE_ROOM nothing is written. With it, a full, read-only, missing or slow room costs one line on stderr and
+half a second per session, but never a cell: a background thread writes the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_PENDING = 200  # files held in memory while the share doesn't answer
 
 
 def own_folder() -> Path | None:
-    """Return COURSE_ROOM/<name>, made if missing; None without a room or, after one warning, if the room fails."""
+    """Return COURSE_ROOM/<name>, made if missing; None without a room or, after one warning, if it fails."""
     here = _session()
     return here.folder if here and here.in_time(here.make_folder, READ_S) else None
 
@@ -126,7 +126,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _session() -> _Session | None:
-    """Return this process's session in the room of the environment. A forked child has its own, with its own thread."""
+    """Return this process's session in the room. A forked child has its own, with its own thread."""
     room = os.environ.get(ROOM, "").strip()
     return _session_in(room, os.environ.get(NAME, "").strip(), os.getpid()) if room else None
 
@@ -207,7 +207,7 @@ class _Session:
         return False
 
     def make_folder(self) -> None:
-        """Make the learner's folder, but not the room: that would hide a share that isn't mounted."""
+        """Make the learner's folder. Making the room would hide a share that isn't mounted."""
         if not self.room.is_absolute():
             raise ValueError(f"{self.room} is no absolute path, such as /shared/room")
         if not self.room.is_dir():

@@ -28,7 +28,6 @@ def categories(lab: str, nproc: int, runs: int, values: dict[str, Any]) -> Itera
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     args = sys.argv[1:]
     try:
         require(bool(args) and not args[0].startswith("-"), "name an experiment: ddp_speedup --runs 20")

@@ -159,8 +159,8 @@ def _lead(function: Callable[..., None], args: tuple[Any, ...]) -> None:
 def watched_folder(parent: Path | None = None, sockets: bool = False) -> Iterator[Path]:
     """Make a folder that is removed at the end of the block or when this process dies, even by SIGKILL.
 
-    Processes announced in it, or in a folder `run-*` of it, are killed at that time. With `sockets`, its path is short,
-    because the system limits the length of a socket's path.
+    Processes announced in it, or in a folder `run-*` of it, are then killed. With `sockets`, its path is short, because
+    the system limits a socket's path.
     """
     if sockets and len(os.fsencode(tempfile.gettempdir())) >= SOCKET_PATH_LIMIT:
         parent = Path("/tmp")
@@ -229,10 +229,10 @@ def _remove(path: Path) -> None:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when `parent` dies (Linux). Exit at once if `parent` isn't our parent any more.
+    """Die with process `parent` (Linux). Exit at once if it isn't our parent any more.
 
     Default: the process that started or forked us. It must have done so in a thread that lives as long as itself,
-    because the kernel treats the end of that thread as the end of the parent.
+    because the kernel takes the end of that thread for the end of the parent.
     """
     if sys.platform == "linux":
         import ctypes  # here, because the watcher doesn't need it
@@ -244,14 +244,14 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def hold(name: str) -> None:
-    """Announce this process as `name` in the folder named by ANNOUNCE, if any, and end it when its parent dies."""
+    """Announce this process in the folder named by ANNOUNCE, if any, and end it when its parent dies."""
     if folder := os.environ.get(ANNOUNCE):
         announce(Path(folder), name)
     end_with_parent()
 
 
 def announce(folder: Path, name: str) -> None:
-    """Lead a process group and announce it in `folder`. Exits if the folder is gone, as the run was stopped."""
+    """Lead a process group and announce it in `folder`. Exit if the folder is gone: the run was stopped."""
     with contextlib.suppress(PermissionError):  # we already lead a group
         os.setsid()
     try:
@@ -334,7 +334,7 @@ def _is_cleaner(process: psutil.Process) -> bool:
 
 
 def _send(processes: list[psutil.Process], signum: int) -> int:
-    """Send a signal; return to how many processes."""
+    """Signal the processes; return how many."""
     import psutil
 
     for process in processes:
@@ -359,7 +359,7 @@ def join(folder: Path, place: int) -> None:
 
 
 def is_at_work(folder: Path, place: int) -> bool | None:
-    """Return whether rank `place` is at work in `folder`; None if it hasn't joined yet."""
+    """Return whether rank `place` works in `folder`; None if it hasn't joined yet."""
     import psutil
 
     pid = _joined(folder / f"doctor-{place}")
@@ -367,13 +367,13 @@ def is_at_work(folder: Path, place: int) -> bool | None:
 
 
 def at_work(folder: Path) -> dict[int, int]:
-    """Return the process ids of those at work in `folder`, by place."""
+    """Return the process ids of those working in `folder`, by place."""
     pids = {int(path.name.rpartition("-")[2]): _joined(path) for path in folder.glob("doctor-*")}
     return {place: pid for place, pid in pids.items() if pid is not None}
 
 
 def leave(folder: Path, place: int) -> None:
-    """Leave the folder, and remove it if nobody else is at work in it."""
+    """Leave the folder, and remove it if nobody else works in it."""
     import psutil
 
     (folder / f"doctor-{place}").unlink(missing_ok=True)
@@ -407,7 +407,7 @@ def _wait_for_end(owner: int) -> bool:
 
 
 def _kill_server(pid: int) -> None:
-    """Kill a fork server. It ends by itself when nobody can talk to it, but not while it is still loading torch."""
+    """Kill a fork server. It ends by itself, but not while it is still loading torch."""
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
         known = (process / "cmdline", process / "comm")
@@ -416,7 +416,7 @@ def _kill_server(pid: int) -> None:
 
 
 def _remove_semaphores(prefix: str) -> None:
-    """Remove semaphores still there after a second: the resource tracker removes them, unless it was killed."""
+    """Remove semaphores left after a second, as when the resource tracker was killed."""
     until = time.monotonic() + 1.0
     while (left := list(SHARED_MEMORY.glob(f"sem.{prefix}-*"))) and time.monotonic() < until:
         time.sleep(0.05)

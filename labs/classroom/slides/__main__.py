@@ -78,7 +78,6 @@ def _read(path: Path) -> NotebookNode:
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m labs.classroom.slides",
         description=__doc__,

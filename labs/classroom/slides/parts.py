@@ -36,7 +36,7 @@ def parts_of(cells: list[NotebookNode], solved: set[str]) -> list[NotebookNode]:
 
 
 def _is_set_up(cell: NotebookNode) -> bool:
-    """Return whether a cell has nothing to show: no code, the parameters, or only imports."""
+    """Return whether a cell only sets up: no code, the parameters, or imports."""
     try:
         body = ast.parse(cell.source).body
     except SyntaxError:  # a magic
@@ -74,7 +74,7 @@ def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
 
 
 def _pages(text: str) -> list[str]:
-    """Join paragraphs into pages of at most PAGE_CHARACTERS; a longer paragraph or code block gets its own page."""
+    """Join paragraphs into pages of at most PAGE_CHARACTERS; a longer paragraph or code block stays whole."""
     pages: list[str] = []
     for paragraph in re.split(r"\n\n(?!\s)", text):
         in_code = bool(pages) and pages[-1].count("```") % 2 == 1
