@@ -1,4 +1,4 @@
-"""Exercises of notebook 04: train an epoch in FP16 or BF16, diagnose a GradScaler from a training log."""
+"""Exercises of notebook 04: train an epoch in FP16 or BF16, diagnose a GradScaler from its log."""
 
 from __future__ import annotations
 

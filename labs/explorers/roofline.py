@@ -16,7 +16,7 @@ INTENSITIES = (0.2, 5000.0)  # range of the axis, FLOP per byte
 
 
 def intensity(rows: float, width: int, itemsize: int) -> float:
-    """Return FLOP per byte of the three products of a training pass of y = x W, with W of width x width.
+    """Return FLOP per byte of the three products of forward and backward of y = x W, with W of width x width.
 
     Each product has 2 rows width^2 FLOPs and moves two matrices of rows x width and one of width x width.
     """

@@ -56,7 +56,7 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Na
     """Return (options of `parser`, the script's path and arguments, full name of its module or "").
 
     The script's name, or -m with a module's name, ends the options: the rest are the script's arguments. Raises
-    BadInput if the module doesn't exist, or if the script would import this `labs` instead of its own.
+    BadInput if the module doesn't exist, or if the script would import this `labs` instead of the script's.
     """
     parser.add_argument("-m", metavar="MODULE", help="in place of a script, run as `python -m MODULE` would")
     parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
