@@ -106,7 +106,7 @@ def test_bad_parameters_name_the_fix(values, told):
     [
         ({"lab": "data_paralel"}, "no lab 'data_paralel': did you mean 'data_parallel'? The labs are"),
         ({"lab": "no_package.lab"}, "cannot import lab 'no_package.lab': No module named 'no_package'"),
-        ({"lab": "os.path"}, "os.path is no lab: it needs a Config and a run()"),
+        ({"lab": "os.path"}, "os.path is not a lab: it needs a Config and a run()"),
         ({"nproc": 64}, "64 ranks need 64 devices"),
         ({"nproc": 1, "timeout_s": 0}, "timeout_s must be positive, not 0"),
         ({"device": "tpu"}, "device must be one of auto, cpu"),

@@ -24,7 +24,7 @@ def a13_more_gpus_shorten_an_epoch(records: Records) -> Verdict:
     return judged(
         [ratio.low > 1 for ratio in found.values()],
         [ratio.high < 1 for ratio in found.values()],
-        f"with a fixed batch on each rank, two ranks pass over a dataset {said} as fast as one",
+        f"with a fixed batch per rank, two ranks finish an epoch {said} as fast as one",
     )
 
 

@@ -140,7 +140,7 @@ def observe_measure_step(answer: Answer) -> dict[str, Any]:
             "forward only" if passes < 1.5
             else "forward and backward" if passes < 2.5
             else "forward, forward again and backward" if passes < 4
-            else "more than a step: the slow first one too?"
+            else "more than one step, perhaps including the slow first one"
         )  # fmt: skip
     return seen
 

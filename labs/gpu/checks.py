@@ -158,7 +158,7 @@ def faults(rehearse: bool) -> str:
         except RankFailed as error:
             text = str(error)
         slowest = max(slowest, time.monotonic() - start)
-        expect(bool(text), f"{fault}: the launch ended as if nothing had happened")
+        expect(bool(text), f"{fault}: the launch reported no error")
         expect(bool(re.search(pattern, text)), f"{fault}: reported as {text[-100:]!r}")
         expect(until(lambda: ranks_left() == 0), f"{fault}: {ranks_left()} processes were left behind")
         more = f"{fault}: the GPU holds {(held_bytes() - before) / 1e9:.1f} GB more than before"

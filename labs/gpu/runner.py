@@ -230,13 +230,13 @@ def run_all(names: list[str], config: Config, place: Place, folder: Path) -> int
             for name in (name for name in names if name not in skipped):
                 left = until - time.monotonic()
                 if left < LEAST_S:
-                    print(f"{mark}the time is up; run the command again to go on with {name}")
+                    print(f"{mark}time is up; run the command again to resume with {name}")
                     break
                 outcome = run_task(name, TASKS[name], place, folder, root, min(TASKS[name].limit_s, left))
                 report.add(outcome)
                 print(f"{mark}{outcome.line}", flush=True)
         except KeyboardInterrupt:
-            print("interrupted: the tasks above are on disk; run the command again to go on", file=sys.stderr)
+            print("interrupted: the tasks above are on disk; run the command again to resume", file=sys.stderr)
             code = 130
     words = [o.word for name, o in report.outcomes.items() if name in names]
     counted = ", ".join(f"{words.count(word)} {word}" for word in ("done", "failed", "cannot"))

@@ -104,7 +104,7 @@ TASKS: dict[str, Task] = {
                          lab("data_parallel", "--model", "cnn", saved="data_parallel_one_rank")),
     "fsdp_one_rank": Task("What does FSDP2 cost on one GPU?", 20, 60,
                           lab("fully_sharded", saved="fully_sharded_one_rank")),
-    "doctor_healthy": Task("What does the doctor say of a healthy script?", 40, 120,
+    "doctor_healthy": Task("What does the doctor report for a healthy script?", 40, 120,
                            doctor("labs/recipes/train_single.py", "--steps", 2000)),
     "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/chapters/nb12/slow_training.py", "--data", DATA)),
     "mixed_precision": Task("How fast are the course's models in each format?", 40, 120, lab("mixed_precision")),

@@ -140,7 +140,7 @@ def _reader(place: str) -> Callable[[Any], Any]:
 def _changed(place: str) -> PrivateApiChanged:
     version = importlib.import_module("torch").__version__
     return PrivateApiChanged(
-        f"torch {version} has no {place.replace(':', '.')}, which this uses: install the version in constraints.txt"
+        f"torch {version} has no {place.replace(':', '.')}: install the version in constraints.txt"
     )
 
 

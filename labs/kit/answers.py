@@ -105,7 +105,7 @@ def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> lis
         if not re.search(GAVE_UP, str(e)):
             raise
         raise Mistake(
-            f"the ranks wait for each other for ever {when}{_where(str(e))}",
+            f"the ranks wait for each other forever {when}{_where(str(e))}",
             "every rank must make the same collective calls, in the same order, with tensors of the same size",
         ) from None
     finally:

@@ -58,9 +58,9 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Na
     The script's name, or -m with a module's name, ends the options: the rest are the script's arguments. Raises
     BadInput if the module doesn't exist, or if the script would import this `labs` instead of the script's.
     """
-    parser.add_argument("-m", metavar="MODULE", help="in place of a script, run as `python -m MODULE` would")
-    parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own")
+    parser.add_argument("-m", metavar="MODULE", help="run a module, as `python -m MODULE` does, instead of a script")
+    parser.add_argument("script", type=Path, help="your training script, run as `python train.py` does")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's arguments")
     if "-m" in args:
         at = args.index("-m")
         given, own = parser.parse_args([*args[:at], IN_PLACE]), args[at + 1 :]
@@ -82,7 +82,7 @@ def _check_name(folder: Path) -> None:
     inits = [package / "__init__.py", *sorted(package.glob("*.py"))[:1]]  # a package also works without __init__.py
     for path in (folder / "labs.py", *inits):
         ours = path.parent == Path(__file__).parents[1]
-        require(ours or not path.exists(), f"{path} has the name of this command's own package: rename it")
+        require(ours or not path.exists(), f"{path} has the same name as this command's package: rename it")
 
 
 def module_file(name: str) -> tuple[str, str]:
@@ -101,7 +101,7 @@ def module_file(name: str) -> tuple[str, str]:
             return name, str(path)
         if (path := base / "__main__.py").is_file():
             return f"{name}.__main__", str(path)
-    raise BadInput(f"-m: there is no {name} to run that is written in Python: {first} is {spec.origin or 'a folder'}")
+    raise BadInput(f"-m: {name} has no Python file to run: {first} is {spec.origin or 'a folder'}")
 
 
 def exit_code(ended: SystemExit) -> int:

@@ -80,7 +80,7 @@ class Prediction(float):
         value = float(getattr(measured, "value", measured))
         low, high = (float(getattr(measured, end, value)) for end in ("low", "high"))
         room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
-        said = "You made no guess" if math.isnan(self) else f"You said {float(self):g}{quantity(0, self.unit)[1:]}"
+        said = "You didn't guess" if math.isnan(self) else f"You said {float(self):g}{quantity(0, self.unit)[1:]}"
         interval = f" ({quantity(low)} to {quantity(high)})" if low < high else ""
         print(f"{said}; {kind} {quantity(value, self.unit)}{interval}.")
 
@@ -207,7 +207,7 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
     try:
         body = cloudpickle.dumps((exercise.checker, candidate, cells_here()))
     except Exception as error:
-        return f"it cannot be sent to another process: {_first_line(error_text(error))}.\n    Hint: {UNSENDABLE}"
+        return f"it can't be sent to another process: {_first_line(error_text(error))}.\n    Hint: {UNSENDABLE}"
     server = start_fork_server()
     server.wait_until_warm(lambda: None)
     folder = server.run_folder()
@@ -228,8 +228,8 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
 
 def _left(how: str) -> str:
     return (
-        f"your code ends the whole process, by {how}: nothing after it would run.\n"
-        "    Hint: return the answer; for what cannot be done, raise an error that says why."
+        f"your code ends the whole process ({how}), so nothing after it would run.\n"
+        "    Hint: return the answer; if something can't be done, raise an error that says why."
     )
 
 
@@ -467,10 +467,10 @@ def _last_error_line(text: str) -> str:
 HINTS = {
     r"NameError": "is the name spelled right, and imported or defined in this notebook?",
     r"NoneType": "a value is None: does the function end without `return`?",
-    r"default process group has not been initialized": "this must run on ranks that have joined the group.",
+    r"default process group has not been initialized": "run this on ranks that have joined the group.",
     r"initialize the default process group twice": "a process joins the default group once.",
     r"element 0 of tensors does not require grad": "was the loss, or its input, detached?",
-    r"backward through the graph a second time": "each backward() needs a forward pass of its own.",
+    r"backward through the graph a second time": "each backward() needs its own forward pass.",
     r"must match|shapes cannot be multiplied|size mismatch": "print the shapes just before.",
     r"[Tt]imed? ?out|Connection closed by peer": "do all ranks call the same collectives, in the same order?",
     r"unexpected keyword argument|positional argument": "compare the call with the function's signature.",

@@ -235,7 +235,7 @@ def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     return "holds" if all(right) else "does not hold" if all(wrong) else "depends"
 
 
-CANNOT_TELL = "this run cannot tell: "
+CANNOT_TELL = "inconclusive in this run: "
 """Starts the reason of a "depends" that comes from inconclusive samples, not from cases that differ."""
 
 
@@ -264,7 +264,7 @@ def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
 
 
 def only_on(run: Iterable[Record], what: str = "") -> str:
-    """Return " (two models on one CPU; elsewhere it may be otherwise)", to limit a reason that sounds general.
+    """Return " (two models on one CPU; other machines may differ)", to limit a reason that sounds general.
 
     `what` is what was measured, such as "two models". GPUs are named; the evidence's caption names the CPU.
     """
@@ -272,7 +272,7 @@ def only_on(run: Iterable[Record], what: str = "") -> str:
     names = dict.fromkeys((facts[1], int(facts[2]) > 0) for facts in found)
     cpus = sum(not is_gpu for _, is_gpu in names)
     machines = [name for name, is_gpu in names if is_gpu] + [f"{cpus} CPUs" if cpus > 1 else "one CPU"] * (cpus > 0)
-    return f" ({what + ' ' if what else ''}on {' and '.join(machines)}; elsewhere it may be otherwise)"
+    return f" ({what + ' ' if what else ''}on {' and '.join(machines)}; other machines may differ)"
 
 
 def _before(untold: str, because: str) -> str:
@@ -288,7 +288,7 @@ def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
         return CANNOT_TELL
     shown, how = (right, "hold") if any(right) else (wrong, "be wrong")
     are = "is" if sum(shown) == 1 else "are"
-    return f"{sum(shown)} of {len(shown)} cases {are} shown to {how}, of the rest {CANNOT_TELL}"
+    return f"{sum(shown)} of {len(shown)} cases {are} shown to {how}; the rest are inconclusive: "
 
 
 def pairs(a: Record, b: Record) -> Estimate:
@@ -314,7 +314,7 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
         return Verdict(claim.verdict, f"{claim.because} (decided by {claim.decided})", claim.kind)
     function = judge_of(claim)
     if function is None:
-        return _untried(claim, gpus, "no lab of this course tests it yet")
+        return _untried(claim, gpus, "the course has no experiment for it yet")
     records = evidence if isinstance(evidence, Records) else Records(evidence)
     try:
         found = function(records)

@@ -281,7 +281,7 @@ def report(lab: ModuleType, records: record.Records, trace: Trace | None, output
         else:
             print(f"\n{len(records)} records: --table prints them, --out FILE saves them.")
     if trace is not None and trace.energy_j > 0:
-        print(f"The boards of the GPUs took {trace.energy_j:,.0f} J in this run, by NVML's counter.", file=sys.stderr)
+        print(f"The GPU boards used {trace.energy_j:,.0f} J in this run (NVML's counter).", file=sys.stderr)
     if trace is not None and trace.t_s[-1:] > [SHORT_S] and (warning := trace.disturbance()):
         print(warning, file=sys.stderr)
     if output.out is None:

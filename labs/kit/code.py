@@ -116,7 +116,7 @@ def source_of(part: Callable[..., Any] | type | str) -> Source:
         return _recipe(part)
     part = _plain(part)
     named = inspect.isfunction(part) or inspect.isclass(part)
-    require(named, f"show_code cannot show {_name(part)}: it has no Python source; name a Python function or class")
+    require(named, f"show_code cannot show {_name(part)}: it has no Python source: pass a Python function or class")
     try:
         path = Path(inspect.getsourcefile(part) or "")
         if _is_cell(path):
@@ -179,7 +179,7 @@ def _recipe(name: str) -> Source:
     known = sorted(p.name for p in RECIPES.glob("*") if p.suffix in LANGUAGES and p.stem != "__init__")
     file = name if name in known else f"{name}.py"
     there = ", ".join(n.removesuffix(".py") for n in known) or "none in this copy of the course"
-    require(file in known, f"there is no recipe {name!r}; there are {there}")
+    require(file in known, f"there is no recipe {name!r}; the recipes are {there}")
     text = (RECIPES / file).read_text("utf-8").replace("\r\n", "\n").rstrip()
     return Source(f"labs/recipes/{file}", text, True, LANGUAGES[Path(file).suffix])
 
@@ -219,7 +219,7 @@ def shown_now(notebook: Any) -> dict[str, list[dict[str, str]]]:
     now: dict[str, list[dict[str, str]]] = {}
     for i, tree in showing.items():
         if not all(isinstance(n, ast.Expr) and _shows(n.value) for n in tree.body):
-            raise ValueError(f"cell {i} shows code and does something else, too: use two cells")
+            raise ValueError(f"cell {i} shows code and does something else: use two cells")
         try:
             now[i] = [eval(compile(ast.Expression(n.value), "<cell>", "eval"), names) for n in tree.body]
         except (NameError, AttributeError, BadInput) as e:

@@ -198,8 +198,8 @@ def notice(old: Copy) -> str:
     short = number(old.of)
     return f"""# Notebook {short} has a new version
 
-{_why_old(old)} It stays as it is, with all that you wrote. The code that its cells call is the new one already, so
-that an old cell may ask for what is no longer there.
+{_why_old(old)} Your copy stays as it is. But its cells now call the course's new code, so
+old cells may fail.
 
 To put the new version beside your copy, run this in a cell of any notebook of the course:
 
@@ -218,7 +218,7 @@ def _why_old(old: Copy) -> str:
     if not old.cells:
         return f"{name} cannot be read as a notebook."
     if not old.made_of:
-        return f"{name} has other cells than the course's notebook, and does not say of which version it was made."
+        return f"{name} differs from the course's notebook and doesn't say which version it was copied from."
     return f"{name}{f', made on {old.made},' if old.made else ''} is a copy of an older version."
 
 
@@ -238,7 +238,9 @@ def lines(found: list[Found]) -> list[str]:
     for one in found:
         mine = f"{FOLDER}/{one.path.name}"
         if one.state == "renewed":
-            said.append(f"{mine} is now the new version: you had changed and run nothing in it.")
+            said.append(
+                f"{mine} has been replaced by the new version, because you hadn't changed or run anything in it."
+            )
         elif one.state == "old" and one.old:
             beside = command("labs.kit.copies", number(one.name))
             said.append(f"{_why_old(one.old)} It stays as it is; to put the new version beside it: {beside}")
@@ -247,13 +249,13 @@ def lines(found: list[Found]) -> list[str]:
         elif one.state == "unreadable":
             said.append(f"notebooks/{one.path.name} is not a notebook: git checkout -- notebooks/{one.path.name}")
         elif one.state == "gone":
-            said.append(f"{mine} stays, but the course has no notebook of the name {one.name} any more.")
+            said.append(f"{mine} stays, but the course no longer has a notebook {one.name}.")
     return said
 
 
 def _cannot_write(my: Path, e: OSError) -> str:
     if os.path.lexists(my) and not my.is_dir():
-        return f"{my} is not a folder, and your copies of the notebooks go into one of that name: rename it"
+        return f"{my} is not a folder, but your copies of the notebooks need a folder of that name: rename the file"
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"cannot write in {my} ({e.strerror}): free some space; nothing is half written"
     owner = my.stat().st_uid if my.is_dir() and hasattr(os, "getuid") else None
@@ -278,8 +280,8 @@ def main() -> int:
         print(f"{parser.prog}: {e}", file=sys.stderr)
         return 2
     said = lines(found)
-    said += [f"{FOLDER}/{f.path.name} is of the present version." for f in found if names and f.state == "current"]
-    print("\n".join(said or [f"All copies in {FOLDER}/ are of the present version."]))
+    said += [f"{FOLDER}/{f.path.name} is up to date." for f in found if names and f.state == "current"]
+    print("\n".join(said or [f"All copies in {FOLDER}/ are up to date."]))
     return 0
 
 

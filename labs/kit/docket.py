@@ -74,7 +74,7 @@ class Docket(Table):
 
     def _summary(self) -> str:
         if not self.rows:
-            return "No claim fits: take one restriction less, or run a notebook first where it is your own machine's."
+            return "No claim matches: remove a filter, or run a notebook on this machine first."
         return super()._summary()
 
     def count(self, by: Callable[[Claim], str]) -> dict[str, Counter[str]]:
@@ -158,7 +158,10 @@ class Sheet:
             ("reading alone", c.paper),
             ("verdict", f"{v.word}" + (f", {v.kind}{where if v.kind == 'recorded' else ''}" if v.kind else "")),
             ("because", v.because),
-            ("decided by", "; ".join(map(str, self.calls)) or "no launch: documents, a published table or arithmetic"),
+            (
+                "decided by",
+                "; ".join(map(str, self.calls)) or "documentation, a published table or arithmetic (no launch)",
+            ),
             *((whose, f"{other.word}: {other.because}") for whose, other in self.others),
             ("would change it", c.changes),
             ("on GPUs", c.command),

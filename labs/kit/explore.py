@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from labs.kit import plot
 from labs.kit.errors import BadInput, require
 
-NO_WIDGETS = "The knobs need ipywidgets: `pip install ipywidgets`, or run `make lab` again; then restart the kernel."
+NO_WIDGETS = "The sliders need ipywidgets: `pip install ipywidgets`, or run `make lab` again; then restart the kernel."
 ELSEWHERE = "Run this cell in JupyterLab to move the knobs."
 
 Draw = Callable[..., tuple[Figure, str, str]]

@@ -124,7 +124,7 @@ class Watch:
             return f"rank {rank} had finished and waited for the others"
         frames = self._stack(rank)
         if not frames:
-            return f"rank {rank} had not started, or did not answer"
+            return f"rank {rank} had not started, or didn't respond"
         return f"rank {rank} was in, innermost first:\n  " + "\n  ".join(frames)
 
     def _stack(self, rank: int) -> list[str]:
@@ -162,14 +162,14 @@ def _reported(first: dict, others: int) -> Exception:
 
 def _sudden_death(rank: int, code: int | None, frames: list[str]) -> RankFailed:
     if code is None:
-        return RankFailed(f"rank {rank} died without a word. {_remedy(-signal.SIGKILL, [])}", rank=rank)
+        return RankFailed(f"rank {rank} died without an error message. {_remedy(-signal.SIGKILL, [])}", rank=rank)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
     return RankFailed(f"rank {rank} {how}. {_remedy(code, frames)}", rank=rank)
 
 
 def _remedy(code: int, frames: list[str]) -> str:
     if code == -signal.SIGKILL:
-        return "The system ran out of memory (`dmesg` shows that; try a smaller batch_size), or somebody ran kill -9."
+        return "The system ran out of memory (`dmesg` shows that; try a smaller batch_size), or someone ran kill -9."
     if code == -signal.SIGBUS:
         return "It crashed below Python: a bus error usually means that /dev/shm is too small."
     if code in (-signal.SIGSEGV, -signal.SIGABRT):

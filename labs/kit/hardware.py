@@ -97,7 +97,7 @@ def require_shareable(indices: Collection[int], shown: Sequence[Visible] | None 
     for v in shown:
         fix = 'let its owner run `nvidia-smi -c DEFAULT`, or use device="cpu"'
         kept = v.cuda_index in indices and v.exclusive
-        require(not kept, f"GPU {v.cuda_index} is in exclusive-process mode and two processes would need it: {fix}")
+        require(not kept, f"GPU {v.cuda_index} is in exclusive-process mode, but two processes need it: {fix}")
 
 
 def why_cores(placement: Sequence[Device], kind: str = "auto", gpu_names: Sequence[str] | None = None) -> str:
@@ -117,7 +117,7 @@ def why_cores(placement: Sequence[Device], kind: str = "auto", gpu_names: Sequen
 def _enough_gpus(n: int, names: Sequence[str]) -> None:
     fix = f'nproc={len(names)}, device="cuda-shared" (all on one GPU, gloo) or ' if names else ""
     fix += 'device="cpu"'
-    require(len(names) >= n, f"{_count(n, 'GPU')} asked for and torch sees {len(names)}: use {fix}")
+    require(len(names) >= n, f"{_count(n, 'GPU')} requested, but torch sees {len(names)}: use {fix}")
 
 
 def _cpu_devices(n: int, cores: tuple[int, ...], n_gpus: int) -> list[Device]:

@@ -35,7 +35,7 @@ def lab_module(name: str) -> ModuleType:
         require(e.name == f"labs.{name}", f"cannot import lab {name!r}: {e}")
         raise BadInput(_no_lab(name)) from None
     if not (hasattr(lab, "run") and hasattr(lab, "Config")):
-        raise BadInput(_no_lab(name) if "." not in name else f"{name} is no lab: it needs a Config and a run()")
+        raise BadInput(_no_lab(name) if "." not in name else f"{name} is not a lab: it needs a Config and a run()")
     return lab
 
 

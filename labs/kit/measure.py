@@ -62,8 +62,8 @@ class WarmUp:
             return f"steady after {self.steps} steps"
         half = max(1, self.steps // 2)
         change = statistics.median(self.seconds[-half:]) / statistics.median(self.seconds[:half]) - 1
-        by = f"{100 * abs(change):.0f} % {'longer' if change >= 0 else 'less'}"
-        return f"not steady within {self.steps} steps: the last {half} took {by} than the first {half}"
+        by = f"{100 * abs(change):.0f} % {'slower' if change >= 0 else 'faster'}"
+        return f"not steady within {self.steps} steps: the last {half} steps were {by} than the first"
 
 
 def warm_up(
@@ -264,7 +264,7 @@ def direction(ratio: Estimate) -> str:
 def verdict(ratio: Estimate, what: str) -> str:
     """Return one sentence: by how much `what` differs, or that this run shows no difference."""
     if not differs(ratio):
-        return f"{what}: no difference that this run can show ({ratio})"
+        return f"{what}: inconclusive ({ratio})"
     return f"{what}: {ratio}"
 
 

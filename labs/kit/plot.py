@@ -222,7 +222,7 @@ def _without_records(drawn: set[str], records: Iterable[Any]) -> list[Record]:
 
 def _require_origin(drawn: set[str], given: set[str]) -> None:
     for kind in sorted(drawn & {"measured", "recorded"} - given):
-        raise BadInput(f"this figure shows {kind} numbers: pass the records they come from, records=run")
+        raise BadInput(f"this figure shows {kind} numbers: pass their records, for example records=run")
 
 
 @dataclass(frozen=True)

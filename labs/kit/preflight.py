@@ -150,7 +150,7 @@ def torch_version(facts: Facts) -> Check:
             "torch",
             "warn",
             f"{have}, tested with {facts.torch_pin}",
-            f"go on; for the tested one: python -m pip install torch=={facts.torch_pin}",
+            f"you can continue; to install the tested version: python -m pip install torch=={facts.torch_pin}",
         )
     return Check("torch", "pass", have)
 
@@ -236,7 +236,7 @@ ALL = (python, torch_version, jupyter, loopback, cores, memory, shared_memory, o
 
 
 Found = Check | list[Check]
-GO_ON = "go on; if a notebook fails, show this line to your instructor"
+GO_ON = "continue; if a notebook fails, show this line to your instructor"
 DETAIL_CHARACTERS = 160
 
 
@@ -348,7 +348,7 @@ def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
         yield Check(where, "warn", f"clocks are held down: {', '.join(sorted(slow))}", "check cooling and power")
     if card.pcie_width and card.pcie_width_max and card.pcie_width < card.pcie_width_max:
         detail = f"PCIe x{card.pcie_width} of x{card.pcie_width_max}"
-        yield Check(where, "warn", detail, "look again under load; if it stays, check the slot")
+        yield Check(where, "warn", detail, "check again under load; if it doesn't change, check the slot")
 
 
 def driver(where: str, facts: Facts) -> Check:
@@ -390,12 +390,12 @@ def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int], known: frozense
     others = [p for p in card.processes if p.pid not in mine]
     hidden = [p for p in others if known is not None and p.pid not in known]
     if not others:
-        return Check(where, "pass", "nobody else on it")
+        return Check(where, "pass", "no other processes on it")
     if len(hidden) == len(others):
         holds = sum(p.memory_bytes or 0 for p in hidden) / GIB
         numbers = ", ".join(str(p.pid) for p in hidden)
-        detail = f"{holds:.1f} GiB held under process numbers of the host ({numbers}): whose they are cannot be told"
-        return Check(where, "warn", f"{detail} from in here", "run nvidia-smi on the host: it names them")
+        detail = f"{holds:.1f} GiB used by host processes ({numbers}) that can't be identified from this container"
+        return Check(where, "warn", detail, "run nvidia-smi on the host: it names them")
     others = [p for p in others if p not in hidden]
     who = ", ".join(f"pid {p.pid}" + (f" {p.memory_bytes / GIB:.1f} GiB" if p.memory_bytes else "") for p in others)
     return Check(where, "warn", f"also used by {who}", "timings will suffer: take another card or wait")
@@ -418,7 +418,7 @@ def rank_checks(records: Records, seconds: float, facts: Facts) -> list[Check]:
 def _right(name: str, error: float, allowed: float, detail: str) -> Check:
     if error <= allowed:  # False for NaN
         return Check(name, "pass", detail)
-    return Check(name, "fail", detail, "the hardware or the build computes wrong: do not train on it")
+    return Check(name, "fail", detail, "the hardware or the torch build gives wrong results: don't train on it")
 
 
 def exit_code(found: list[Check]) -> int:

@@ -387,9 +387,9 @@ def json_problem(value: Any, depth: int = 0) -> str:
         case str():
             return "" if value.isascii() or _is_text(value) else f"{brief(value)} holds half of a surrogate pair"
         case int() | float():
-            return "" if abs(value) <= LARGEST else f"{brief(value)} is no finite number"
+            return "" if abs(value) <= LARGEST else f"{brief(value)} is not a finite number"
         case dict() if not all(isinstance(key, str) for key in value):
-            return f"{brief(next(key for key in value if not isinstance(key, str)))} is no name of a field"
+            return f"{brief(next(key for key in value if not isinstance(key, str)))} is not a valid field name"
         case dict() | list() | tuple() if depth == DEEPEST:
             return "it is nested too deeply"
         case dict():

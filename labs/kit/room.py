@@ -181,7 +181,7 @@ class _Session:
         if not self._free(wait_s or WAIT_S * patient):
             return False
         if self.problem:
-            self._say("warning", f"{ROOM}: {self.problem}; the course goes on without it")
+            self._say("warning", f"{ROOM}: {self.problem}; the course continues without it")
         else:
             self._say(
                 "notice",
@@ -201,15 +201,14 @@ class _Session:
         if time.monotonic() - self.began > SLOW_S:
             self._say(
                 "warning",
-                f"{ROOM}: {self.room} does not answer. The course goes on; what is not kept yet "
-                "follows as soon as it does",
+                f"{ROOM}: {self.room} does not answer. The course continues; unsaved results follow as soon as it does",
             )
         return False
 
     def make_folder(self) -> None:
         """Make the learner's folder. Making the room would hide a share that isn't mounted."""
         if not self.room.is_absolute():
-            raise ValueError(f"{self.room} is no absolute path, such as /shared/room")
+            raise ValueError(f"{self.room} is not an absolute path such as /shared/room")
         if not self.room.is_dir():
             raise ValueError(f"there is no folder {self.room} here (is the share mounted?)")
         self.folder.mkdir(exist_ok=True)
