@@ -170,7 +170,7 @@ def short_runs(records: Records) -> tuple[float, float]:
 
 
 def category(records: Records) -> str:
-    """Say whether FP16 without a scaler has a worse gradient at the largest batch, and whether the short runs show it."""
+    """Say whether FP16 without a scaler has a worse gradient at the largest batch, and whether short runs show it."""
     found, (apart, spread) = errors(records), short_runs(records)
     most = max(tokens for tokens, _ in found)
     worse = found[most, UNSCALED] > MUCH * found[most, SCALED]

@@ -72,7 +72,7 @@ def training_step(workload: models.Workload, model: nn.Module, batch: list[Tenso
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Yield activation bytes by batch, then the slowest rank's seconds per step for all batches and modes, interleaved."""
+    """Yield activation bytes by batch, then interleaved seconds per step of all batches and modes (slowest rank)."""
     workload = models.build(config.model, config.seed)
     model = workload.module.to(rank.device)
     ddp = DistributedDataParallel(model) if rank.world_size > 1 else None

@@ -131,7 +131,7 @@ class Trainer:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Yield interleaved step times of every kind; then, for each kind that exchanges, the timeline of a typical step."""
+    """Yield interleaved step times of every kind, and a typical step's timeline for each kind that exchanges."""
     caps = {ONE: ONE_BUCKET_MB, MANY: config.bucket_cap_mb} | {f"{mb:g} MiB buckets": mb for mb in config.bucket_mb}
     plain = {way: Trainer(config, rank, cap, hooked=False) for way, cap in caps.items()}
     noted = {way: Trainer(config, rank, cap, hooked=True) for way, cap in caps.items()}

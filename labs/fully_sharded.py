@@ -205,7 +205,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Yield what FSDP2 holds and sends beside DDP, how long a step takes, and whether it computes the same gradients."""
+    """Yield what FSDP2 holds and sends beside DDP, its step time, and whether gradients agree."""
     n = records[0].layout["world_size"]
     ddp, fsdp = (total(records, "held_bytes", way) / 1e6 for way in ("ddp", "fsdp"))
     yield f"Between two steps, each of {n} ranks holds {fsdp:.1f} MB of states with FSDP2 and {ddp:.1f} MB with DDP."

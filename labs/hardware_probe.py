@@ -146,7 +146,7 @@ def seconds_of(steps: Mapping[Any, Step], config: Config, device: torch.device) 
 
 
 def matmul(config: Config, rank: Rank) -> Iterator[Record]:
-    """Yield FLOP/s of square matrix products in each format, interleaved, and their share of the dense datasheet peak."""
+    """Yield FLOP/s of square matrix products in each format, interleaved, and their share of the dense peak."""
     for n in config.sizes(rank.device.type):
         steps = {d: product(d, n, rank.device) for d in config.dtypes if probing.supported(d, rank.device)}
         slow = {d for d, step in steps.items() if min(measure.time_steps(step, 2, rank.device)) > LONGEST_S}

@@ -89,7 +89,7 @@ def training_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def speedups(records: Records) -> list[dict]:
-    """Return a row per cell: its case, median `single_s`, the speedup (Estimate) and the `overhead_s` that it implies."""
+    """Return a row per cell: its case, median `single_s`, the speedup (Estimate) and the implied `overhead_s`."""
     rows = []
     for ddp in records.where("step_s", way="ddp"):
         single = records.one("step_s", **{**ddp.case, "way": "single"})
@@ -101,7 +101,7 @@ def speedups(records: Records) -> list[dict]:
 
 
 def predicted(rows: list[dict], ranks: int) -> list[float]:
-    """Predict each cell's speedup if DDP adds a + b x gradient bytes per step, fitted to each width's smallest batch."""
+    """Predict each cell's speedup if DDP adds a + b x gradient bytes per step, fitted to the smallest batches."""
     least = min(row["batch_size"] for row in rows)
     fitted = [row for row in rows if row["batch_size"] == least]
     added_s = [row["overhead_s"] for row in fitted]

@@ -126,7 +126,7 @@ def size_text(nbytes: float) -> str:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Yield, for each loop, what a step leaves behind, in which category, allocated by which line, and what it should."""
+    """Yield, for each loop, what a step leaves behind, its category and line, and what it should leave."""
     for loop in loops_of(run):
         grown, peak = growth(run, loop), run.one("peak_bytes", loop=loop).samples
         if not grown:

@@ -214,7 +214,7 @@ def _note_events(file: IO[str]) -> None:
 
 
 def _without_handler() -> None:
-    """As if the recipe had no line for SIGTERM."""
+    """Ignore the recipe's handler for SIGTERM."""
     real = signal.signal
 
     def all_but_sigterm(number: int, handler: Any) -> Any:
@@ -224,7 +224,7 @@ def _without_handler() -> None:
 
 
 def phases(before: Start, after: Start) -> Iterator[tuple[str, float]]:
-    """From the signal until the first step that is new: each part's name, and its s."""
+    """Yield (name, seconds) of each part between the signal and the first new step."""
     last = max(before.steps)
     first = min(after.steps)
     marks = [
