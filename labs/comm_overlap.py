@@ -61,7 +61,7 @@ class Config:
     seed: int = 0
     """Seed of the model and the data."""
     smoke: bool = False
-    """Run only a few steps, to check that everything works."""
+    """Run only a few steps."""
 
     def __post_init__(self) -> None:
         good = all(0 < mb < float("inf") for mb in self.bucket_mb) and len(set(self.bucket_mb)) == len(self.bucket_mb)

@@ -44,7 +44,7 @@ class Config:
     seed: int = 0
     """Seed of the model and the data."""
     smoke: bool = False
-    """Run only a few steps, to check that everything works."""
+    """Run only a few steps."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)

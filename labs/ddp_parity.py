@@ -93,7 +93,7 @@ def _flat(module: nn.Module) -> Tensor:
 
 
 def is_rounding(fp32: float, fp64: float) -> bool:
-    """Tell whether a relative error is rounding: if so, it shrinks from FP32 to FP64 with the unit roundoff.
+    """Return whether a relative error is rounding: if so, it shrinks from FP32 to FP64 with the unit roundoff.
 
     FP32's unit roundoff is 2^29 times larger, whatever the kernels; another computation differs equally in both
     formats. The threshold 2^14.5 is the geometric mean. An FP32 error below its unit roundoff, 2^-24, counts as 2^-24.

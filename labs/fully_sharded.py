@@ -51,7 +51,7 @@ class Config:
     seed: int = 0
     """Seed of the model and the data."""
     smoke: bool = False
-    """Run only two rounds, to check that everything works."""
+    """Run only two rounds."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)

@@ -68,7 +68,7 @@ class Config:
     rounds: Annotated[int, Ge(2)] = 9
     """Samples of each measurement."""
     smoke: bool = False
-    """Use few samples and sizes, to check that everything works."""
+    """Use few samples and sizes."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("parts", PARTS), ("dtypes", FORMATS)):

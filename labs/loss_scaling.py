@@ -201,7 +201,7 @@ def _number(ratio: Tensor) -> float:
 
 
 def as_fp32(records: Records, case: str) -> bool:
-    """Tell whether this case ends with FP32's weights, up to rounding."""
+    """Return whether this case ends with FP32's weights, up to rounding."""
     return records.one("weight_error", case=case).value <= TOLERANCE
 
 

@@ -29,7 +29,7 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-SHAPE = BertShape(layers=4, hidden=128, heads=4, vocabulary=512, places=512, dropout=0.0)  # CPUs don't fuse dropout
+SHAPE = BertShape(layers=4, hidden=128, heads=4, vocabulary=512, places=512, dropout=0.0)  # dropout prevents CPU fusion
 REMEDIES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "fused attention": {"attention": "sdpa"},

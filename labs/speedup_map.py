@@ -41,7 +41,7 @@ class Config:
     block_s: Annotated[float, Gt(0)] = 0.04
     """Approximate duration of a turn, in s."""
     smoke: bool = False
-    """Run only a few steps in each cell, to check that everything works."""
+    """Run only a few steps in each cell."""
 
     def __post_init__(self) -> None:
         require(min(self.widths, default=0) >= 1, f"widths must hold positive numbers, not {self.widths}")

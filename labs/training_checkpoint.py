@@ -221,7 +221,7 @@ def _time_save(way: Way, folder: Path, size_bytes: int, send: Any) -> None:
 
 
 def _save_on(way: Way, folder: Path, step: int, size_bytes: int, progress: _Progress) -> None:
-    for s in itertools.islice(itertools.count(step), 20):  # more than it has time for; then it ends by itself
+    for s in itertools.islice(itertools.count(step), 20):  # more than there is time for
         state = marked(s, size_bytes)
         progress.start(s)
         way.write(folder, s, state)

@@ -171,7 +171,7 @@ def ladder(most: int) -> list[int]:
 
 
 def is_enough(model: float, loader: Mapping[int, float]) -> bool:
-    """Tell, from both sides' rates alone, whether more workers than those in `loader` (ascending) bring nothing."""
+    """Judge from both sides' rates alone whether more workers than those in `loader` (ascending) bring nothing."""
     *before, last = loader
     if last < 2:
         return False

@@ -116,7 +116,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train(x, y):
-        # Copies from pinned memory to a GPU are asynchronous; kernels that need the data wait in the GPU's queue
+        # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
         loss = cross_entropy(model(x.to(device, non_blocking=cuda)), y.to(device, non_blocking=cuda))
         optimizer.zero_grad()
         loss.backward()

@@ -176,7 +176,7 @@ def require(condition, message):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
 
-    # Options and data: bad values end the program here, before it touches a device
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -210,7 +210,7 @@ def main():
     train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
-    # Device: torchrun sets each rank's environment variables; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -222,7 +222,7 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # otherwise every rank's first allocation lands on GPU 0
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
     # before the process group, where the recorder starts; a restart must not overwrite the evidence
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     folder = args.debug_folder / (f"restart{restarts}" if restarts else "")
@@ -233,7 +233,7 @@ def main():
 
     # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
     sampler = DistributedSampler(train, seed=args.seed, drop_last=True)  # each rank draws a different n-th of the data
-    # drop_last: every step has the full batch size, so all samples weigh the same
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
@@ -251,9 +251,9 @@ def main():
     step, logged, clock = 0, 0, time.perf_counter()
     not_finite = torch.zeros((), dtype=torch.int64, device=device)  # first step here with a NaN or infinite loss
     while step < args.steps:
-        sampler.set_epoch(step // len(loader))  # otherwise every epoch has the same order
+        sampler.set_epoch(step // len(loader))  # or every epoch has the same order
         for x, y in loader:
-            # Copies from pinned memory to a GPU are asynchronous; kernels that need the data wait in the GPU's queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
@@ -269,7 +269,7 @@ def main():
             if step % args.log_every == 0 or step == args.steps:
                 mean = loss.detach() / ranks
                 dist.all_reduce(mean)  # collective: all ranks must log at the same steps, or wait forever
-                mean = mean.item()  # waits for the device; otherwise the clock times only launches
+                mean = mean.item()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 if rank == 0:
                     print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
@@ -288,7 +288,7 @@ def main():
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size // ranks):
             evidence.end_of_step(step)
-            # model.module: ranks may have different numbers of batches here, so DDP must not communicate
+            # not DDP, which communicates: ranks may have different numbers of batches
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
     dist.all_reduce(sums)  # collective

@@ -132,7 +132,7 @@ def main():
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # checked where ranks communicate anyway
 
-    # Options and data: bad values end the program here, before it touches a device
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -180,7 +180,7 @@ def main():
     options = "--batch-size, --seed, --steps, --warmup"
     require(same, f"--checkpoint {args.checkpoint} was made with {options} {state and state['order']}: give these")
 
-    # Device: torchrun sets each rank's environment variables; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -197,7 +197,7 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # otherwise every rank's first allocation lands on GPU 0
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
     # Collective: waits for all ranks. device_id binds NCCL to this GPU now instead of at the first collective
     # Restarted ranks would find their predecessors' addresses in torchrun's store and fail to connect (pytorch issue
     # 135712), so each start uses different keys
@@ -219,7 +219,7 @@ def main():
 
     # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
     sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # each rank draws a different n-th of the data
-    # drop_last: every step has the full batch size, so all samples weigh the same
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, rows, sampler=sampler, drop_last=True, pin_memory=cuda, worker_init_fn=ignore_sigterm)
     loader.generator = torch.Generator()  # a separate one, because each start of an epoch draws a number
     steps_per_epoch = len(loader) // args.accumulate  # drops micro-batches that don't fill a step
@@ -273,7 +273,7 @@ def main():
     logged, clock, stopping = step, time.perf_counter(), 0
     while step < args.steps:
         epoch, done = divmod(step, steps_per_epoch)
-        sampler.set_epoch(epoch)  # otherwise every epoch has the same order
+        sampler.set_epoch(epoch)  # or every epoch has the same order
         sampler.done = done * args.accumulate * rows
         loader.generator.manual_seed(args.seed + 1_000_003 * (epoch * ranks + rank))  # for workers: differs by rank
         batches = iter(loader)
@@ -302,7 +302,7 @@ def main():
                 # All ranks must stop at the same step, but some may not have the signal yet, so they agree here
                 news = torch.stack((total / ranks, torch.full_like(total, len(stopped))))
                 dist.all_reduce(news)  # collective: all ranks must log at the same steps, or wait forever
-                mean, stopping = news.tolist()  # waits for the device; otherwise the clock times only launches
+                mean, stopping = news.tolist()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 report(f"loss {mean:.10f}  {rate:,.0f} samples/s", loss=mean, lr=lr, samples_per_s=rate)
                 logged, clock = step, time.perf_counter()

@@ -102,7 +102,7 @@ def main():
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # checked where ranks communicate anyway
 
-    # Options and data: bad values end the program here, before it touches a device
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -137,7 +137,7 @@ def main():
         require(False, f"--checkpoint {args.checkpoint} is damaged ({type(e).__name__}): remove it to start anew")
     require(same, f"--checkpoint {args.checkpoint} is of --batch-size, --seed {state and state['order']}: give these")
 
-    # Device: torchrun sets each rank's environment variables; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -149,7 +149,7 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # otherwise every rank's first allocation lands on GPU 0
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
     # Collective: waits for all ranks. device_id binds NCCL to this GPU now instead of at the first collective
     # Restarted ranks would find their predecessors' addresses in torchrun's store and fail to connect (pytorch issue
     # 135712), so each start uses different keys
@@ -171,7 +171,7 @@ def main():
 
     # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
     sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # each rank draws a different n-th of the data
-    # drop_last: every step has the full batch size, so all samples weigh the same
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(
         train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda, worker_init_fn=ignore_sigterm
     )
@@ -211,11 +211,11 @@ def main():
     logged, clock, stopping = step, time.perf_counter(), 0
     while step < args.steps:
         epoch, done = divmod(step, len(loader))
-        sampler.set_epoch(epoch)  # otherwise every epoch has the same order
+        sampler.set_epoch(epoch)  # or every epoch has the same order
         sampler.done = done * loader.batch_size
         loader.generator.manual_seed(args.seed + 1_000_003 * (epoch * ranks + rank))  # for workers: differs by rank
         for x, y in loader:
-            # Copies from pinned memory to a GPU are asynchronous; kernels that need the data wait in the GPU's queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
@@ -228,7 +228,7 @@ def main():
                 # All ranks must stop at the same step, but some may not have the signal yet, so they agree here
                 news = torch.stack((loss.detach() / ranks, torch.full_like(loss, len(stopped))))
                 dist.all_reduce(news)  # collective: all ranks must log at the same steps, or wait forever
-                mean, stopping = news.tolist()  # waits for the device; otherwise the clock times only launches
+                mean, stopping = news.tolist()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 if rank == 0:
                     print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
@@ -256,7 +256,7 @@ def main():
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size // ranks):
-            # model.module: ranks may have different numbers of batches here, so DDP must not communicate
+            # not DDP, which communicates: ranks may have different numbers of batches
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
     dist.all_reduce(sums)  # collective

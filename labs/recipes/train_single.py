@@ -61,7 +61,7 @@ def require(condition, message):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
 
-    # Options and data: bad values end the program here, before it touches a device
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -92,7 +92,7 @@ def main():
 
     # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
     sampler = RandomSampler(train, generator=torch.Generator())
-    # drop_last: every step has the full batch size, so all samples weigh the same
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
@@ -105,7 +105,7 @@ def main():
     while step < args.steps:
         sampler.generator.manual_seed(args.seed + step // len(loader))  # a different order in each epoch
         for x, y in loader:
-            # Copies from pinned memory to a GPU are asynchronous; kernels that need the data wait in the GPU's queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over the batch, in nats
             optimizer.zero_grad()
@@ -113,7 +113,7 @@ def main():
             optimizer.step()
             step += 1
             if step % args.log_every == 0 or step == args.steps:
-                mean = loss.item()  # waits for the device; otherwise the clock times only launches
+                mean = loss.item()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
                 logged, clock = step, time.perf_counter()

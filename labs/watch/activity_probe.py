@@ -66,7 +66,7 @@ class ActivityProbe:
         return True
 
     def _stack_is_new(self) -> bool:
-        """Tell whether the main thread is at a place not seen since the last progress.
+        """Return whether the main thread is at a place not seen since the last progress.
 
         A different place is not enough: a waiting loop alternates between a few places forever.
         """
@@ -91,11 +91,11 @@ class ActivityProbe:
         return self._rate("bytes", of_others + tcp_bytes()) >= BYTES_PER_S
 
     def _waits_for_disk(self) -> bool:
-        """Tell whether the main thread is in an uninterruptible call such as fsync (state D)."""
+        """Return whether the main thread is in an uninterruptible call such as fsync (state D)."""
         return Path(f"/proc/self/task/{self.main.native_id}/stat").read_text().rpartition(")")[2].split()[0] == "D"
 
     def _processes_work(self) -> bool:
-        """Tell whether a child process computes, or a loader worker sleeps and wakes, or reads."""
+        """Return whether a child process computes, or a loader worker sleeps and wakes, or reads."""
         import psutil
 
         workers = {p.pid for p in list(multiprocess._children)}  # active_children() would also reap them
@@ -180,7 +180,7 @@ class Counts:
         return self.optimizer_steps, self.batches, *(dump(includeCollectives=False) for dump in self._dumps())
 
     def nccl_is_under_way(self) -> bool:
-        """Tell whether NCCL still has unfinished work."""
+        """Return whether NCCL still has unfinished work."""
         import json
 
         for dump in self._dumps()[1:]:

@@ -147,7 +147,7 @@ class Job:
         return [r for r in self.members(group) if call.number > max(of_ranks.get(r, ()), default=0)]
 
     def uses_nccl(self) -> bool:
-        """Tell whether a rank's last call is NCCL's, whose watchdog aborts each process when a collective times out."""
+        """Return whether a rank's last call is NCCL's, whose watchdog aborts processes after a timeout."""
         return any(calls[-1].backend == "nccl" for calls in self.calls.values())
 
     def last(self, rank: int) -> Call | None:
@@ -233,7 +233,7 @@ def _first_difference(job: Job, group: str) -> dict[int, Call] | None:
 
 
 def _left_the_way(job: Job, calls: dict[int, Call]) -> bool:
-    """Tell whether a rank calls from an unusual line while the others are where it has been before.
+    """Return whether a rank calls from an unusual line while the others are where it has been before.
 
     A rank that was never there has its own branch, which is no fault.
     """
@@ -249,7 +249,7 @@ def _at(of_ranks: dict[int, dict[int, Call]], number: int) -> dict[int, Call]:
 
 
 def _was_known(job: Job, rank: int, call: Call) -> bool:
-    """Tell whether `rank` itself has made this call from this line before; otherwise it has its own branch."""
+    """Return whether `rank` itself has made this call from this line before; otherwise it's a branch of that rank."""
     return any(_where(c) == _where(call) and c.created_s < call.created_s for c in job.calls[rank])
 
 

@@ -41,7 +41,7 @@ Ends = tuple[tuple[str, int], tuple[str, int]]
 
 
 def can_pace() -> bool:
-    """Tell whether this system can limit what a process sends."""
+    """Return whether this system can limit what a process sends."""
     return sys.platform == "linux" and os.path.isdir("/proc/self/fd")
 
 
