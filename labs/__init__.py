@@ -1,15 +1,14 @@
 """Labs on fast PyTorch training: one module per experiment. `python -m labs` lists them.
 
-exercises/, claims/ and explorers/ hold what each notebook uses, chapters/ what older ones still show,
-common/ what two or more experiments use, kit/ the platform that starts and
-measures them, classroom/ what an instructor runs, data/ what is trained on. Imports point one way: notebooks,
-chapters, experiments, parts, kit.
+common/ holds code that several experiments use, kit/ the platform that starts and measures them, recipes/ whole
+programs to take home, classroom/ the instructor's tools. exercises/, claims/ and explorers/ belong to the notebooks.
+Imports point one way: notebooks, exercises, experiments, common, kit.
 """
 
 import sys
 
-# A terminal of another encoding than UTF-8 lacks signs that sources and names of people have: "?" then stands for
-# them, and no command ends for it. The streams of a notebook know no encoding.
+# A terminal whose encoding isn't UTF-8 can't print every character in our sources and authors' names. Print "?" instead
+# of raising UnicodeEncodeError. Notebook streams have no reconfigure().
 for stream in (sys.stdout, sys.stderr):
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

@@ -1,7 +1,7 @@
 """Every experiment and tool of the course.
 
-python -m labs                                  the table: notebook, experiment, question, seconds
-python -m labs data_parallel --nproc 2          runs one, as `python -m labs.data_parallel --nproc 2` does
+python -m labs                                  prints a table: notebook, experiment, question, seconds python -m labs
+data_parallel --nproc 2          runs one, as `python -m labs.data_parallel --nproc 2` does
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PROG = "python -m labs"
 
 @dataclass(frozen=True)
 class Row:
-    """A file or folder of labs/ that can be run, and what it says of itself."""
+    """A runnable file or folder of labs/, described by its own docstring."""
 
     notebooks: str
     """Numbers of the notebooks that launch or name it, such as "01 03"; empty if none does."""
     name: str
     question: str
     seconds: str
-    """On two CPU cores, as its own text has it; empty where it does not say."""
+    """Duration on two CPU cores according to its docstring; empty if the docstring doesn't say."""
 
 
 def rows(labs: Path = LABS, notebooks: Path = NOTEBOOKS) -> list[Row]:
-    """What can be run, in the order of the notebooks; what no notebook names comes last."""
+    """Return everything that can be run, in notebook order; entries that no notebook names come last."""
     cells = {path.name[:2]: _cells(path) for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb"))}
     found = []
     for name, path in experiments(labs).items():
@@ -54,7 +54,7 @@ def _cells(path: Path) -> str:
 
 
 def table(found: list[Row]) -> Iterator[str]:
-    """Lines of text: a heading, then a line for each."""
+    """Yield the table's lines: a heading, then one line per row."""
     lines = [("notebook", "experiment", "seconds", "question")]
     lines += [(row.notebooks or "-", row.name, row.seconds or "-", row.question) for row in found]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
@@ -63,7 +63,7 @@ def table(found: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The table, or the experiment that the first word names, with the words that follow."""
+    """Print the table, or run the experiment named by the first argument with the remaining arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     known = list(experiments())
     if name in ("-h", "--help"):

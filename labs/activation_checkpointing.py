@@ -3,9 +3,9 @@
     python -m labs.activation_checkpointing
     python -m labs.activation_checkpointing --model my_package.my_module:factory --policies none block selective
 
-About 6 s on 2 CPU cores. A stack of 24 residual blocks trains with nothing recomputed, with the stack cut into
-segments that backward computes again, and with selective recomputation, which keeps the results of matrix products.
-Policies take turns. Peaks come from the device's allocator; what forward keeps, from autograd.
+About 6 s on 2 CPU cores. Trains a stack of 24 residual blocks in three ways: without recomputation, in segments that
+backward recomputes, and with selective recomputation, which keeps the results of matrix products. The policies take
+turns. Peak memory comes from the device's allocator, the bytes that forward keeps from autograd.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 MODEL = "deep_mlp"
-CLAIMED = 1.2  # time of a step with recomputation over one without, according to an article that this course tests
+CLAIMED = 1.2  # step time with recomputation over without, according to an article that this course tests
 SMOKE = {"policies": ("none", "segments:24"), "batch": 32, "rounds": 2}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which model, recomputed how."""
+    """Which model to train, and how to recompute its activations."""
 
     policies: tuple[str, ...] = (
         "none", "segments:1", "segments:4", "segments:8", "segments:24", "selective",
     )  # fmt: skip
-    """As in labs.common.memory.recomputation; the first must be none."""
+    """Recomputation policies (labs.common.memory.recomputation); the first must be none."""
     model: str = MODEL
     """deep_mlp, one of labs.models.MODELS, or package.module:factory."""
     batch: Annotated[int, Ge(1)] = 256
-    """Rows of a step."""
+    """Samples per step."""
     rounds: Annotated[int, Ge(2)] = 12
-    """Times that each policy takes its turn."""
+    """Number of rounds; each policy takes one turn per round."""
     seed: int = 0
     """Seed of the model, the data and dropout."""
     smoke: bool = False
-    """Two policies, two rounds."""
+    """Run two policies for two rounds."""
 
     def __post_init__(self) -> None:
         require(
@@ -63,7 +63,7 @@ class Config:
 
 
 class ResidualBlock(nn.Module):
-    """A transformer's perceptron: normalised, widened four times, dropped out, added to its input."""
+    """A transformer's MLP block: normalise, widen four times, project back, apply dropout, add to the input."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class ResidualBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, width) -> (batch, width)."""
+        """Map (batch, width) to (batch, width)."""
         return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
 
 
 def deep_mlp(layers: int = 24, width: int = 96) -> Workload:
-    """`layers` residual blocks with dropout 0.1 on Fashion-MNIST; a row is an image of 196 numbers."""
+    """Build `layers` residual blocks with dropout 0.1 for Fashion-MNIST; an input is an image of 196 numbers."""
     blocks = nn.Sequential(*(ResidualBlock(width, 0.1) for _ in range(layers)))
     x, y, _, _ = vectors(8192, torch.device("cpu"))
 
@@ -89,20 +89,20 @@ def deep_mlp(layers: int = 24, width: int = 96) -> Workload:
 
 
 def build(config: Config) -> Workload:
-    """The workload; its policies are set later."""
+    """Build the workload, without any recomputation policy yet."""
     torch.manual_seed(config.seed)
     return deep_mlp() if config.model == MODEL else models.build(config.model, config.seed)
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model can't have a policy."""
+    """Raise BadInput if a policy doesn't fit the model."""
     module = build(config).module
     for policy in config.policies:
         segments(module, policy)
 
 
 class Step:
-    """A training step under a policy. The steps of a model share parameters, optimizer and batch."""
+    """A training step under one policy. All steps of a model share its parameters, optimizer and batch."""
 
     def __init__(self, workload: Workload, policy: str, optimizer: torch.optim.Optimizer, batch: tuple) -> None:
         module = workload.module
@@ -111,17 +111,17 @@ class Step:
         self.loss, self.optimizer, (self.x, self.y) = workload.loss, optimizer, batch
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.loss(self.module(self.x), self.y)
 
     def finish(self, loss: Tensor) -> None:
-        """Backward, with the second forward if there is one, and the optimizer's step."""
+        """Run backward, which may recompute activations, and the optimizer step."""
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def gradients(self, seed: int) -> list[Tensor]:
-        """Of the batch, with dropout drawn from `seed`."""
+        """Return the gradients of the batch, with dropout seeded by `seed`."""
         torch.manual_seed(seed)
         self.forward().backward()
         found = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -129,18 +129,18 @@ class Step:
         return found
 
     def __call__(self) -> None:
-        """One step."""
+        """Run one training step."""
         self.finish(self.forward())
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Peak, kept bytes, gradients and operations of each policy, then steps in turn."""
+    """Yield peak memory, saved bytes, gradient differences and FLOPs of each policy, then interleaved step times."""
     workload = build(config)
     module = workload.module.to(rank.device)
     batch = tuple(t.to(rank.device) for t in workload.make_batch(config.batch))
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4)
     steps = {policy: Step(workload, policy, optimizer, batch) for policy in config.policies}
-    steps["none"]()  # the optimizer's state exists now
+    steps["none"]()  # creates the optimizer's state
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     fixed = sum(t.nbytes for t in (*module.parameters(), *module.buffers(), *batch, *state))
     for policy, step in steps.items():
@@ -156,7 +156,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             gradients = step.gradients(config.seed)
         off = max(float((a - b).abs().max()) for a, b in zip(reference, gradients, strict=True))
         yield rank.record("flops", "FLOP", counter.get_total_flops(), **case)
-        yield rank.record("gradient_difference", "x", off / largest, **case)  # of the largest gradient
+        yield rank.record("gradient_difference", "x", off / largest, **case)  # relative to the largest gradient
     seconds = measure.interleave(
         steps,
         config.rounds,
@@ -169,13 +169,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def price(records: Records, policy: str) -> measure.Estimate:
-    """Seconds of a step with this policy over one without, round by round."""
+    """Return the step time with this policy over the time without recomputation, paired by round."""
     step_s = {r.case["policy"]: r.samples for r in records.where("step_s", part="pareto")}
     return measure.paired_ratio(step_s[policy], step_s["none"])
 
 
 def finest(records: Records) -> str:
-    """The policy that recomputes each block by itself."""
+    """Return the policy that recomputes each block separately."""
     return [
         r.case["policy"]
         for r in records.where("step_s", part="pareto")
@@ -184,13 +184,13 @@ def finest(records: Records) -> str:
 
 
 def category(records: Records) -> str:
-    """Whether recomputing each block costs more or less than the article's 20 %: "more", "less" or "inconclusive"."""
+    """Compare the cost of recomputing each block with the article's 20 %: "more", "less" or "inconclusive"."""
     ratio = price(records, finest(records))
     return "more" if ratio.low > CLAIMED else "less" if ratio.high < CLAIMED else "inconclusive"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Peak and price of each policy."""
+    """Yield each policy's peak memory and relative step time."""
     none = records.one("peak_bytes", policy="none").value
     yield f"A step of {records[0].config['model']} takes {none / 1e6:.1f} MB at its peak if nothing is recomputed."
     for r in records.where("peak_bytes"):

@@ -3,8 +3,9 @@
     python -m labs.all_reduce_bytes --nproc 4 --oversubscribe
     torchrun --nproc-per-node 2 -m labs.all_reduce_bytes
 
-About 1 s on 2 CPU cores. The kernel counts what each TCP connection sends, so this works on CPU ranks under Linux.
-Beside it stands the ring's formula: 2 (n-1)/n of the buffer for an all-reduce, (n-1)/n for each half of it.
+About 1 s on 2 CPU cores. Reads the kernel's count of bytes sent on each TCP connection, so it needs CPU ranks under
+Linux. Compares the counts with the ring's formula: 2 (n-1)/n of the buffer for an all-reduce, (n-1)/n for a
+reduce-scatter or an all-gather.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 NEAR = 0.02
-"""Share of the buffer by which headers may change the count."""
+"""Tolerance for protocol headers, as a share of the buffer."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is exchanged."""
+    """What to exchange."""
 
     megabytes: Annotated[int, Ge(1)] = 8
-    """Size of the buffer, in 2^20 bytes: the whole of it, also where each rank holds a part."""
+    """Size of the whole buffer in MiB, even where each rank holds only a part of it."""
     by_hand: str = ""
-    """Your own all-reduce: in a notebook a function of one tensor, otherwise package.module:function. "" is none."""
+    """Your own all-reduce: in a notebook a function of one tensor, otherwise package.module:function. Empty: none."""
     smoke: bool = False
-    """Makes no difference: it is short."""
+    """Has no effect: the run is short anyway."""
 
     def __post_init__(self) -> None:
         if self.by_hand:
@@ -47,16 +48,16 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for one rank."""
+    """Raise BadInput for a single rank."""
     require(world_size >= 2, "one rank has nobody to talk to: use nproc=2")
 
 
 def collectives(config: Config, rank: Rank) -> dict[str, tuple[str, Callable[[], object]]]:
-    """{name: (collective, call)}."""
+    """Return {name: (collective, call)}."""
     n = rank.world_size
     whole = torch.zeros(config.megabytes * 2**18 // n * n)
     part = whole.chunk(n)[rank.rank].clone()
-    # torch 2.13 has given these two new names
+    # torch 2.13 renamed both collectives
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     found: dict[str, tuple[str, Callable[[], object]]] = {
@@ -71,10 +72,10 @@ def collectives(config: Config, rank: Rank) -> dict[str, tuple[str, Callable[[],
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Bytes over the size of the buffer: of the busiest rank as the kernel counts them, and by the formula."""
+    """Yield bytes sent over the buffer's size: the busiest rank's, counted by the kernel, and the formula's."""
     wire.require_tcp(rank)
     for name, (op, call) in collectives(config, rank).items():
-        call()  # makes the connections
+        call()  # opens the connections
         sent, size = sent_by(call, rank), config.megabytes * 2**20
         if sent is not None:
             yield rank.record("sent", "1", max(sent) / size, collective=name)
@@ -82,7 +83,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def category(records: Records) -> str:
-    """Whether all_reduce sends "as a ring", "more" or "fewer" bytes; "not counted" where the kernel doesn't count."""
+    """Say whether all_reduce sends "as a ring", "more" or "fewer" bytes; "not counted" if the kernel doesn't count."""
     counted = records.where("sent", collective="all_reduce")
     if not counted:
         return "not counted"
@@ -91,7 +92,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Each collective's bytes beside the formula."""
+    """Yield each collective's counted bytes beside the formula."""
     ranks = records[0].layout["world_size"]
     for formula in records.where("ring"):
         name = formula.case["collective"]

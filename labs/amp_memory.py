@@ -1,9 +1,9 @@
-"""How much memory does autocast save, and from which batch on?
+"""How much memory does autocast save, and above which batch size?
 
     python -m labs.amp_memory      |      python -m labs.amp_memory --batches 1 12 24 --tokens 128
 
-About 10 s on 2 CPU cores, and no GPU is needed: labs.common.oracle traces the second training step of BERT-large with
-AdamW by CUDA's rules, on tensors without memory. The peak is the most that is there at once.
+About 10 s on 2 CPU cores; needs no GPU. labs.common.oracle traces the second training step of BERT-large with AdamW by
+CUDA's rules, on tensors without storage. The peak is the largest number of bytes alive at once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Config:
     """Which steps to trace."""
 
     formats: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16")
-    """FP32, or a 16-bit format by autocast."""
+    """FP32, or a 16-bit format under autocast."""
     batches: tuple[int, ...] = (1, 4, 12, 16)
     """Sequences per step."""
     tokens: Annotated[int, Interval(ge=8, le=512)] = 512
     """Tokens per sequence."""
     smoke: bool = False
-    """A small BERT."""
+    """Trace a small BERT instead."""
 
     def __post_init__(self) -> None:
         require(min(self.batches, default=0) >= 1, f"batches must hold positive numbers, not {self.batches}")
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The peak of each step by category, the steps shared out over the ranks."""
+    """Yield each step's peak bytes by category; the ranks share the steps."""
     source = tiny_bert if config.smoke else functools.partial(bert, seq=config.tokens)
     cases = [(name, n) for n in config.batches for name in config.formats]
     peaks = {}
@@ -56,7 +56,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def peaks(records: Records) -> dict[tuple[str, int], float]:
-    """Bytes of the peak, by (format, batch)."""
+    """Return peak bytes by (format, batch)."""
     found: dict[tuple[str, int], float] = {}
     for r in records.where("peak_bytes"):
         key = r.case["format"], r.case["batch"]
@@ -65,7 +65,7 @@ def peaks(records: Records) -> dict[tuple[str, int], float]:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What autocast saves, batch by batch."""
+    """Yield what autocast saves at each batch size."""
     found = peaks(records)
     for (name, n), size in sorted(found.items(), key=lambda item: item[0][1]):
         if name != "fp32" and ("fp32", n) in found:

@@ -2,10 +2,9 @@
 
     python -m labs.amp_training      |      torchrun --nproc-per-node 2 -m labs.amp_training --rows 8 32 128 512
 
-About 10 s on 2 CPU cores. A small GPT first trains in FP32. Then its gradient on one batch is computed again in each
-16-bit format, and compared with FP32's: for batches of more and more tokens, whose mean is the loss. No loss is scaled
-by hand: only GradScaler's factor is there, where a scaler is used. Last, short training runs in FP16 without a scaler
-and in FP32, from the same seeds.
+About 10 s on 2 CPU cores. Trains a small GPT in FP32, then recomputes its gradient in each 16-bit format and compares
+it with FP32's, for batches of more and more tokens. The loss is the mean over tokens, and only GradScaler's factor
+scales it. Finally runs short training runs in FP16 without a scaler and in FP32 from the same seeds.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from labs.kit.record import Record, Records
 MODEL = "char_gpt"
 UNSCALED, SCALED, BF16 = "FP16, no scaler", "FP16, scaler", "BF16"
 WAYS = {UNSCALED: (amp.NO_SCALING, 1.0), SCALED: ("fp16", 65536.0), BF16: ("bf16", 1.0)}
-"""Format of autocast, and the factor of the loss: GradScaler's first one."""
+"""Autocast's format, and the loss scale: GradScaler's initial one."""
 LOWEST, HIGHEST = -60, 10
-"""Exponents of the histogram; what is beyond counts in its first and last place."""
+"""Exponents covered by the histogram; values outside count in its first or last bin."""
 MUCH = 3.0
-"""An error this many times another one is larger."""
+"""An error counts as larger if it is this many times another one."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How many tokens, and how much training."""
+    """How many tokens to compare, and how long to train."""
 
     rows: tuple[int, ...] = (8, 32, 128)
     """Rows of the batches whose gradients are compared. A row has 64 tokens."""
     before: Annotated[int, Ge(0)] = 60
-    """Steps in FP32 before the gradients are compared."""
+    """FP32 steps before comparing gradients."""
     steps: Annotated[int, Ge(1)] = 20
     """Steps of each short training run."""
     train_rows: Annotated[int, Ge(1)] = 4
-    """Rows of their batches."""
+    """Rows per batch in the short training runs."""
     seeds: Annotated[int, Interval(ge=1, le=64)] = 4
-    """Short training runs in each format."""
+    """Number of short training runs in each format."""
     seed: int = 0
-    """Seed of the model and of the data; the short runs have the seeds after it."""
+    """Seed of the model and the data; the short runs use the seeds after it."""
     smoke: bool = False
-    """Two small batches, two seeds and few steps."""
+    """Use two small batches, two seeds and few steps."""
 
     def __post_init__(self) -> None:
         require(min(self.rows, default=0) >= 1, f"rows must hold positive numbers, not {self.rows}")
@@ -61,14 +60,14 @@ class Config:
 
 
 def trained(config: Config, rank: Rank, steps: int) -> models.Workload:
-    """The GPT after its steps in FP32, equal on all ranks."""
+    """Return the GPT after `steps` FP32 steps, identical on all ranks."""
     workload = models.make(MODEL, config.seed)
     train(workload, "fp32", steps, 8, rank)
     return workload
 
 
 def train(workload: models.Workload, name: str, steps: int, rows: int, rank: Rank) -> None:
-    """Steps of AdamW in the format `name` of amp.FORMATS."""
+    """Run AdamW steps in the format `name` of amp.FORMATS."""
     module = workload.module.to(rank.device)
     optimizer, scaler = torch.optim.AdamW(module.parameters(), lr=1e-3), amp.scaler(name, rank.device)
     for _ in range(steps):
@@ -77,9 +76,9 @@ def train(workload: models.Workload, name: str, steps: int, rows: int, rank: Ran
 
 
 def gradients(workload: models.Workload, batch: tuple[Tensor, Tensor], name: str, scale: float) -> tuple[Tensor, ...]:
-    """(of the parameters, of the activations): gradients divided by the loss's `scale`, flat, in FP64.
+    """Return two flat FP64 vectors, gradients of the parameters and of the activations, both divided by `scale`.
 
-    Activations are the outputs of all layers that hold no other layers: backward hands their gradients on in 16 bits.
+    Activations are the outputs of all leaf modules: backward passes their gradients on in 16 bits.
     """
     found: list[Tensor] = []
     workload.module.zero_grad()
@@ -101,13 +100,13 @@ def _watch(found: list[Tensor]) -> Callable[[nn.Module, object, Tensor], None]:
 
 
 def exponent_counts(gradient: Tensor) -> list[float]:
-    """How many numbers other than 0 have a size from 2^e to 2^(e+1), for e from LOWEST to HIGHEST."""
+    """Count the non-zero gradients with a magnitude from 2^e to 2^(e+1), for each e from LOWEST to HIGHEST."""
     exponent = torch.frexp(gradient[gradient != 0]).exponent.long() - 1  # frexp's mantissa is in [0.5, 1)
     return torch.bincount(exponent.clamp(LOWEST, HIGHEST) - LOWEST, minlength=HIGHEST - LOWEST + 1).tolist()
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Gradients, then training runs, shared out over the ranks."""
+    """Yield gradient comparisons, then losses of the training runs; the ranks share the work."""
     all_rows, seeds, steps = config.rows, config.seeds, config.steps
     if config.smoke:
         all_rows, seeds, steps = (2, 8), 2, 2
@@ -136,7 +135,10 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def compare_gradients(
     workload: models.Workload, rows: int, way: str, config: Config, rank: Rank
 ) -> tuple[float, float, list[float]]:
-    """(relative error of the parameters' gradient, share of the activations' that became 0, FP32's exponent counts)."""
+    """Return (relative error of the parameter gradient, share of activation gradients that became 0, exponent counts).
+
+    The exponent counts are those of FP32's activation gradients.
+    """
     torch.manual_seed(config.seed)
     batch = tuple(t.to(rank.device) for t in workload.make_batch(rows))
     exact, of_activations = gradients(workload, batch, "fp32", 1.0)
@@ -146,7 +148,7 @@ def compare_gradients(
 
 
 def loss_after(seed: int, name: str, steps: int, config: Config, rank: Rank) -> float:
-    """Held-out loss of a new model after a short training run, in nats; judged in FP32."""
+    """Train a new model briefly in format `name`; return its held-out loss in nats, evaluated in FP32."""
     workload = models.make(MODEL, seed)
     train(workload, name, steps, config.train_rows, rank)
     x, y = (t.to(rank.device) for t in held_out(32))
@@ -155,18 +157,20 @@ def loss_after(seed: int, name: str, steps: int, config: Config, rank: Rank) -> 
 
 
 def errors(records: Records) -> dict[tuple[int, str], float]:
-    """Relative error of the gradient, by (tokens, way)."""
+    """Return the gradient's relative error by (tokens, way)."""
     return {(r.case["tokens"], r.case["way"]): r.value for r in records.where("gradient_error")}
 
 
 def short_runs(records: Records) -> tuple[float, float]:
-    """(largest distance of FP16 without a scaler from FP32 with the same seed, spread of FP32's seeds), in nats."""
+    """Return (largest difference between FP16 without a scaler and FP32 at equal seed, FP32's range over seeds), in
+    nats.
+    """
     plain, exact = (records.one("held_out_loss", way=way).samples for way in (UNSCALED, "FP32"))
     return max(abs(a - b) for a, b in zip(plain, exact, strict=True)), max(exact) - min(exact)
 
 
 def category(records: Records) -> str:
-    """Without a scaler, FP16's gradient of the largest batch is worse or not; short training runs show it or not."""
+    """Say whether FP16 without a scaler has a worse gradient at the largest batch, and whether short runs show it."""
     found, (apart, spread) = errors(records), short_runs(records)
     most = max(tokens for tokens, _ in found)
     worse = found[most, UNSCALED] > MUCH * found[most, SCALED]
@@ -174,7 +178,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """How far each gradient is off, and what short training runs make of it."""
+    """Yield each gradient's error, and how much the short training runs differ."""
     found = errors(records)
     for tokens in sorted({tokens for tokens, _ in found}):
         said = ", ".join(f"{way} {100 * found[tokens, way]:.2g} %" for way in WAYS)

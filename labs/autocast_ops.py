@@ -2,9 +2,9 @@
 
     python -m labs.autocast_ops --nproc 1
 
-About 1 s. Each operation is called under autocast with inputs of FP32 and of 16 bits, on tensors that have a shape and
-no memory, so CUDA's rules need no GPU. The format of its result says what autocast did. `cross_entropy` runs two
-kernels: a dispatch mode below autocast sees the format of the first one.
+About 1 s. Calls each operation under autocast with FP32 and with 16-bit inputs. The tensors have a shape but no
+storage, so CUDA's rules need no GPU. The result's dtype shows what autocast did. `cross_entropy` runs two kernels, so a
+dispatch mode below autocast records the dtype of the first one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _labels(x: Tensor) -> Tensor:
     return torch.empty(4, dtype=torch.int64, device=x.device)
 
 
-# Each gets x(shape), a new tensor of the format that is tried.
+# Each call gets x(shape), which returns a new tensor of the dtype under test.
 CALLS: dict[str, Callable[[Make], Tensor]] = {
     "linear": lambda x: functional.linear(x(4, 8), x(8, 8)),
     "conv2d": lambda x: functional.conv2d(x(4, 3, 8, 8), x(3, 3, 3, 3)),
@@ -56,23 +56,23 @@ CALLS: dict[str, Callable[[Make], Tensor]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """What autocast lowers to."""
+    """The 16-bit format to test."""
 
     format: Literal["bf16", "fp16"] = "bf16"
     """The 16-bit format."""
     smoke: bool = False
-    """Does the same: it is short as it is."""
+    """Has no effect: the run is short anyway."""
 
 
 class _FirstKernel(TorchDispatchMode):
-    """Notes the format of what the first floating-point kernel returns, without casts and views."""
+    """Records the dtype returned by the first floating-point kernel, ignoring casts and views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dtype: torch.dtype | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run `func` and note the format of its result."""
+        """Run `func` and record its result's dtype."""
         out = func(*args, **(kwargs or {}))
         floats = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
         if floats and not func.is_view and func.overloadpacket.__name__ not in ("_to_copy", "empty"):
@@ -81,7 +81,7 @@ class _FirstKernel(TorchDispatchMode):
 
 
 def runs_in(op: str, kind: str, given: torch.dtype, lowered: torch.dtype) -> str | None:
-    """ "FP32" or "16 bits": the format in which an operation of CALLS runs; None if autocast refuses it."""
+    """ "FP32" or "16 bits": the format in which autocast runs operation `op` of CALLS; None if autocast refuses it."""
     device = torch.device(kind)
     with FakeTensorMode(), _autocast(kind, lowered), _FirstKernel() as first:
         try:
@@ -95,7 +95,7 @@ def runs_in(op: str, kind: str, given: torch.dtype, lowered: torch.dtype) -> str
 
 @contextmanager
 def _autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
-    """As torch.autocast(kind, dtype), which refuses where there is no such device."""
+    """Act as torch.autocast(kind, dtype), which refuses to run on a machine without such a device."""
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
@@ -108,14 +108,14 @@ def _autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
 
 
 def rule(wide: str | None, narrow: str | None) -> str:
-    """What autocast does, from the formats that an operation runs in when its inputs are FP32, and 16 bits."""
+    """Return autocast's rule, given the formats in which an operation runs with FP32 and with 16-bit inputs."""
     if wide is None:
         return REFUSED
     return wide if wide == narrow else FOLLOWS
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """A record per operation, device and format of the inputs; its value is the number of the rule in RULES."""
+    """Yield a record per operation and device; its value is the rule's index in RULES."""
     lowered = torch.bfloat16 if config.format == "bf16" else torch.float16
     for done, op in enumerate(CALLS, start=1):
         for kind in DEVICES:
@@ -126,7 +126,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Each operation's rule on both devices, and where they differ."""
+    """Yield each operation's rule on both devices, and where the devices differ."""
     found = {(r.case["op"], r.case["device"]): r.case["runs_in"] for r in records.where("rule")}
     ops = list(dict.fromkeys(op for op, _ in found))
     other = [op for op in ops if found[op, "cpu"] != found[op, "cuda"]]

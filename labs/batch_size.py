@@ -2,8 +2,9 @@
 
     python -m labs.batch_size      |      torchrun --nproc-per-node 2 -m labs.batch_size --model cnn --batches 4 32 256
 
-About 8 s on 2 CPU cores. A step costs some time whatever the batch (launching kernels, reading and updating every
-parameter, with several ranks also the all-reduce) and some time per sample. All batch sizes and ways take turns:
+About 8 s on 2 CPU cores. A step's time has a fixed part (launching kernels, reading and updating every parameter, the
+all-reduce between ranks) and a part per sample. All batch sizes and modes take turns:
+
   single    one rank trains, the others wait
   ddp       all ranks train one model with DistributedDataParallel
 """
@@ -26,25 +27,25 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-MOST_STEPS = 16  # per turn
+MOST_STEPS = 16  # steps per turn
 
 
 @dataclass(frozen=True)
 class Config:
-    """What to train, and with which batches."""
+    """What to train, and with which batch sizes."""
 
     model: str = "mlp"
     """One of labs.common.models.MODELS, package.module:factory, or in a notebook a function that returns a module."""
     batches: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Samples per rank and step."""
     seconds: Annotated[float, Gt(0)] = 9.0
-    """Time for all rounds, in s. A slower machine takes fewer rounds, at least 9, and has wider intervals."""
+    """Total time for all rounds, in s. A slower machine runs fewer rounds (at least 9), so its intervals are wider."""
     turn_s: Annotated[float, Gt(0)] = 0.008
-    """Least duration of a turn: fast steps are repeated, up to 16 times, and their mean is the sample."""
+    """Minimum duration of a turn in s: fast steps repeat up to 16 times, and their mean is the sample."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Two rounds, and no batch beyond 256."""
+    """Run two rounds, with no batch above 256."""
 
     def __post_init__(self) -> None:
         require(len(self.batches) > 0 and min(self.batches) >= 1, "batches must hold positive numbers")
@@ -53,12 +54,12 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model cannot be built."""
+    """Raise BadInput if the model can't be built."""
     models.build(config.model)
 
 
 def training_step(workload: models.Workload, model: nn.Module, batch: list[Tensor]) -> Callable[[], None]:
-    """One training step of `model` on `batch`."""
+    """Return a function that runs one training step of `model` on `batch`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = batch
 
@@ -71,7 +72,7 @@ def training_step(workload: models.Workload, model: nn.Module, batch: list[Tenso
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Bytes of activations by batch, then seconds per step of all batches and ways, in turn: the slowest rank's."""
+    """Yield activation bytes by batch, then interleaved seconds per step of all batches and modes (slowest rank)."""
     workload = models.build(config.model, config.seed)
     model = workload.module.to(rank.device)
     ddp = DistributedDataParallel(model) if rank.world_size > 1 else None
@@ -98,7 +99,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def _repeats(step: Callable[[], object], turn_s: float, rank: Rank) -> int:
-    """Steps that fill a turn, after a warm-up. All ranks must take equally many, so the slowest decides."""
+    """Return how many steps fill a turn, after a warm-up. The slowest rank decides, because all must take as many."""
     rank.barrier()
     seconds = measure.time_steps(step, 3, rank.device)[-1]
     return max(1, min(MOST_STEPS, int(turn_s / max(rank.slowest([seconds])))))
@@ -109,7 +110,7 @@ def _repeated(step: Callable[[], object], times: int) -> Callable[[], object]:
 
 
 def rates(records: Records, mode: str = "single") -> dict[int, list[float]]:
-    """Samples per second of the whole job (one rank, or all of them), round by round, by samples per rank."""
+    """Return the whole job's samples per second in each round, by samples per rank."""
     found = {}
     for r in records.where("step_s", mode=mode):
         ranks = 1 if mode == "single" else r.layout["world_size"]
@@ -118,19 +119,19 @@ def rates(records: Records, mode: str = "single") -> dict[int, list[float]]:
 
 
 def knee(records: Records) -> int:
-    """The smallest batch tried that reaches half of the best median throughput of one rank."""
+    """Return the smallest batch that reaches half of one rank's best median throughput."""
     median = {batch: measure.estimate(samples).value for batch, samples in rates(records).items()}
     return next(batch for batch, rate in median.items() if rate >= max(median.values()) / 2)
 
 
 def speedups(records: Records) -> dict[int, measure.Estimate]:
-    """Throughput of all ranks over that of one, pair by pair, by samples per rank; empty without DDP."""
+    """Return throughput of all ranks over one rank's, paired by round, by samples per rank; empty without DDP."""
     single = rates(records)
     return {b: measure.paired_ratio(samples, single[b]) for b, samples in rates(records, "ddp").items()}
 
 
 def category(records: Records) -> str:
-    """Whether the smallest batch is below the knee and the largest beyond; who wins at both ends."""
+    """Say whether the knee lies strictly between the smallest and the largest batch, and who wins at each of them."""
     found, batches = speedups(records), sorted(rates(records))
     inside = batches[0] < knee(records) < batches[-1]
     ends = ["wins" if found[b].low > 1 else "loses" if found[b].high < 1 else "inconclusive" for b in
@@ -139,7 +140,7 @@ def category(records: Records) -> str:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Where the curve bends, what a larger batch costs, and from which batch several ranks win."""
+    """Yield where throughput saturates, and the batch above which several ranks win."""
     median = {batch: measure.estimate(samples, "samples/s") for batch, samples in rates(run).items()}
     best = max(median, key=lambda batch: median[batch].value)
     yield f"Batch {best} has the highest throughput, {median[best]}; batch {knee(run)} is the first with half of it."

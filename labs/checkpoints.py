@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are whole? Reads every byte of each, loads none.
+"""Which checkpoints of a folder are intact? Reads every byte of each one, loads none.
 
 Exit code 0 if the last one is good, 1 if it is damaged or there is none, 2 if the folder cannot be read.
 """
@@ -16,7 +16,7 @@ PROG = "python -m labs.checkpoints"
 
 
 def verdict(path: Path) -> str:
-    """ "good, N bytes", or "damaged: " and what is wrong."""
+    """Return "good, N bytes", or "damaged: " and the problem."""
     try:
         with opened(path) as file:
             check(file, path)
@@ -26,7 +26,7 @@ def verdict(path: Path) -> str:
 
 
 def main(args: list[str] | None = None) -> int:
-    """One line per checkpoint, the oldest first; returns the exit code."""
+    """Print one line per checkpoint, oldest first; return the exit code."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that labs.common.checkpoints.save wrote to")
     folder = parser.parse_args(args).folder

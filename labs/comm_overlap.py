@@ -3,14 +3,17 @@
     python -m labs.comm_overlap      |      torchrun --nproc-per-node 2 -m labs.comm_overlap --bucket-cap-mb 5
     python -m labs.comm_overlap --width 512 --bucket-mb 1 4      # more sizes of buckets
 
-About 15 s on 2 CPU cores. Three kinds of step or more take turns, without a hook:
-  no exchange       DDP under no_sync
-  one bucket        all gradients in one bucket, which is full when backward ends: nothing can be hidden
-  default buckets   DDP as torch sets it up (or with --bucket-cap-mb): it sends each bucket when it is full
-In the same rounds, all kinds that exchange also run with a hook that notes when each bucket is full and when it is
-averaged. On CPU cores the connection is slowed down until sending the gradients takes as long as a step without it.
+About 15 s on 2 CPU cores. Three or more kinds of step take turns, without a hook:
 
-DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+  no exchange       DDP under no_sync
+  one bucket        all gradients in one bucket, which fills only when backward ends, so nothing overlaps
+  default buckets   DDP with PyTorch's buckets (or --bucket-cap-mb): each bucket is sent as soon as it is full
+
+In the same rounds, every kind that exchanges also runs with a hook that notes when each bucket fills and when its
+average arrives. On CPU cores, the connection is slowed until sending the gradients takes as long as a step without
+exchange.
+
+DDP refuses hooks whose annotations are strings, so this module has no `from __future__ import annotations`.
 """
 
 import statistics
@@ -42,23 +45,23 @@ class Config:
     """The model, the connection, and how often to measure."""
 
     width: Annotated[int, Ge(1)] = 1024
-    """Width of the perceptron's layers."""
+    """Width of each layer of the MLP."""
     layers: Annotated[int, Ge(1)] = 16
-    """Layers of the perceptron; each has 4 * width * (width + 1) bytes of gradients."""
+    """Layers of the MLP; each has 4 * width * (width + 1) bytes of gradients."""
     batch_size: Annotated[int, Ge(1)] = 128
     """Samples per rank and step."""
     mb_s: Annotated[float | None, Gt(0)] = None
     """Bandwidth between CPU ranks in each direction, in 10^6 byte/s. None: sending takes as long as a step."""
     bucket_cap_mb: Annotated[float | None, Gt(0)] = None
-    """Bucket size of "default buckets", in MiB. None: as torch has it, 1 MiB for the first and 25 for the others."""
+    """Size of the "default buckets" in MiB. None: PyTorch's default, 1 MiB for the first and 25 MiB for the others."""
     bucket_mb: tuple[float, ...] = ()
-    """Sizes of more buckets that take their turn, in MiB, as "4 MiB buckets"."""
+    """More bucket sizes to compare, in MiB; each takes turns as "4 MiB buckets"."""
     rounds: Annotated[int, Ge(2)] = 9
-    """Times that each kind of step takes its turn."""
+    """Number of rounds; each kind of step takes one turn per round."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Only a few steps, to see that it runs."""
+    """Run only a few steps."""
 
     def __post_init__(self) -> None:
         good = all(0 < mb < float("inf") for mb in self.bucket_mb) and len(set(self.bucket_mb)) == len(self.bucket_mb)
@@ -66,14 +69,14 @@ class Config:
 
 
 def perceptron(config: Config) -> nn.Module:
-    """`layers` equal layers: their gradients become ready one after the other, the last layer's first."""
+    """Build `layers` equal layers: their gradients become ready one after the other, the last layer's first."""
     layers = [m for _ in range(config.layers) for m in (nn.Linear(config.width, config.width), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
 @dataclass
 class Timeline:
-    """Moments of one step on one rank: seconds of the host's clock, or events of a GPU's streams."""
+    """Times within one step on one rank: host clock seconds, or CUDA events."""
 
     start: object = None
     forward_end: object = None
@@ -83,11 +86,11 @@ class Timeline:
     averaged: dict[int, object] = field(default_factory=dict)
     """When bucket i held the mean over ranks. Buckets may finish in any order."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of bucket i."""
+    """Bytes in bucket i."""
 
 
 def noting_all_reduce(current: list[Timeline], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook: DDP's own mean over ranks, and a note of when it starts and ends."""
+    """Average a bucket as DDP does, and note when the all-reduce starts and ends (a communication hook)."""
     line, i, gradients = current[0], bucket.index(), bucket.buffer()
     line.full[i], line.sizes[i] = now(gradients.device), gradients.nbytes
 
@@ -99,7 +102,7 @@ def noting_all_reduce(current: list[Timeline], bucket: dist.GradBucket) -> torch
 
 
 class Trainer:
-    """A DDP model with its step. With `hooked`, `lines` holds the timeline of every step."""
+    """A DDP model and its training step. With `hooked`, `lines` collects one Timeline per step."""
 
     def __init__(self, config: Config, rank: Rank, bucket_cap_mb: float | None, hooked: bool) -> None:
         torch.manual_seed(config.seed)
@@ -111,13 +114,13 @@ class Trainer:
             self.model.register_comm_hook(self.current, noting_all_reduce)
 
     def step(self, exchange: bool = True) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         with nullcontext() if exchange else self.model.no_sync():
             self.model.zero_grad()
             self.model(self.x).square().mean().backward()
 
     def noted_step(self) -> None:
-        """The same step with its moments noted."""
+        """Run the same step and record its timeline."""
         line = self.current[0] = Timeline(start=now(self.x.device))
         self.model.zero_grad()
         loss = self.model(self.x).square().mean()
@@ -128,7 +131,7 @@ class Trainer:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Step times of every kind in turn; then, of each kind that exchanges, the noted step of most usual length."""
+    """Yield interleaved step times of every kind, and a typical step's timeline for each kind that exchanges."""
     caps = {ONE: ONE_BUCKET_MB, MANY: config.bucket_cap_mb} | {f"{mb:g} MiB buckets": mb for mb in config.bucket_mb}
     plain = {way: Trainer(config, rank, cap, hooked=False) for way, cap in caps.items()}
     noted = {way: Trainer(config, rank, cap, hooked=True) for way, cap in caps.items()}
@@ -136,7 +139,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     kinds |= {(way, False): trainer.step for way, trainer in plain.items()}
     kinds |= {(way, True): trainer.noted_step for way, trainer in noted.items()}
     for step in kinds.values():
-        measure.time_steps(step, 2, rank.device)  # DDP arranges its buckets after the first backward
+        measure.time_steps(step, 2, rank.device)  # DDP rebuilds its buckets after the first backward
     size = gradient_bytes(plain[MANY].model.module)
     mb_s = config.mb_s or matching_bandwidth(kinds[NONE, False], size, rank)
     for trainer in noted.values():
@@ -164,22 +167,25 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def matching_bandwidth(step: Callable[[], None], size: int, rank: Rank) -> float:
-    """10^6 byte/s at which a ring sends `size` bytes in the time of `step`: 2 (n-1)/n of them leave each rank."""
+    """Return the bandwidth in 10^6 byte/s at which a ring all-reduce of `size` bytes takes as long as `step`.
+
+    Each rank sends 2 (n-1)/n of the bytes.
+    """
     n = rank.world_size
     step_s = statistics.median(rank.slowest(measure.time_steps(step, 3, rank.device)))
     return max(1.0, 2 * (n - 1) / n * size / step_s / 1e6)
 
 
 def backward_s(line: Timeline) -> float:
-    """From the end of forward to the last gradient."""
+    """Return seconds from the end of forward to the last gradient."""
     return max(seconds_between(line.forward_end, full) for full in line.full.values())
 
 
 def spans(way: str, line: Timeline, rank: Rank) -> Iterator[Record]:
-    """When each part of one step began and ended on each rank, in s since the first rank began it.
+    """Yield when each part of one step began and ended on each rank, in s since the first rank started it.
 
-    Backward ends with its last gradient: what follows is a wait. A bucket waits until the other ranks have filled it.
-    GPUs have no common clock: there, each rank's step begins at 0, and waits cannot be told from exchanges.
+    Backward ends with its last gradient; the time after that is waiting. A bucket waits until every rank has filled it.
+    GPUs share no clock: there, each rank's step starts at 0, and waiting counts as exchange.
     """
     late_s, shared = 0.0, rank.device.type == "cpu"
     if shared:
@@ -198,14 +204,14 @@ def spans(way: str, line: Timeline, rank: Rank) -> Iterator[Record]:
 
 
 def overlap_gain(records: Records, slow: str = ONE, fast: str = MANY) -> measure.Estimate:
-    """How many times faster a step is in the way `fast` than in the way `slow`."""
+    """Return how many times faster a step is with `fast` than with `slow`."""
     return measure.paired_ratio(*(records.one("step_s", way=way).samples for way in (slow, fast)))
 
 
 def category(records: Records) -> str:
-    """Whether default buckets make a step "faster" or "slower" than one bucket; "inconclusive" if they don't decide.
+    """Say whether default buckets make a step "faster" or "slower" than one bucket, or "inconclusive".
 
-    With `bucket_mb`, whether the first of these sizes makes it faster than default buckets.
+    With `bucket_mb`, compare the first of those sizes with the default buckets instead.
     """
     if not (given := records[0].config["bucket_mb"]):
         return measure.direction(overlap_gain(records))
@@ -213,7 +219,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Three step times and the gain."""
+    """Yield the three step times and the gain."""
     none, one, many = (1e3 * records.one("step_s", way=way).value for way in (NONE, ONE, MANY))
     yield f"A step takes {none:.0f} ms without exchange, {one:.0f} ms with one bucket, {many:.0f} ms with more buckets."
     yield f"Sending buckets during backward makes a step {overlap_gain(records)} as fast."

@@ -3,9 +3,11 @@
     python -m labs.data_parallel      |      torchrun --nproc-per-node 2 -m labs.data_parallel --model cnn
 
 About 8 s on 2 CPU cores. Three ways to train take turns, in blocks of equally many steps:
+
   single   rank 0 trains, the others wait
-  copies   every rank trains a model that no other rank sees: the most that this machine allows
-  ddp      all ranks train one model with DistributedDataParallel as torch sets it up, without a hook
+  copies   every rank trains an independent copy, without communication: the most this machine allows
+  ddp      all ranks train one model with DistributedDataParallel's defaults, without a hook
+
 In the same rounds, one all-reduce of as many bytes as the model has gradients is timed alone.
 """
 
@@ -36,25 +38,25 @@ class Config:
     batch_size: Annotated[int, Ge(1)] = 64
     """Samples per rank and step."""
     rounds: Annotated[int, Ge(6)] = 12
-    """Times that each way takes its turn."""
+    """Number of rounds; each way takes one turn per round."""
     block_s: Annotated[float, Gt(0)] = 0.1
-    """Approximate time of one block of steps, in s."""
+    """Approximate duration of one block of steps, in s."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Only a few steps, to see that it runs."""
+    """Run only a few steps."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model cannot be built."""
+    """Raise BadInput if the model can't be built."""
     models.build(config.model)
 
 
 def training_step(config: Config, rank: Rank, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
-    """One training step on this rank's own batch. `wrap` is DistributedDataParallel, or returns the model as it is."""
+    """Return a training step on this rank's batch. `wrap` is DistributedDataParallel or the identity."""
     workload = models.build(config.model, config.seed)
     model = wrap(workload.module.to(rank.device))
     x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
@@ -70,7 +72,7 @@ def training_step(config: Config, rank: Rank, wrap: Callable[[nn.Module], nn.Mod
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Samples per second of each way, added up over the ranks that train, and seconds of an all-reduce: per block."""
+    """Yield, per block, each way's samples per second summed over the training ranks, and seconds of an all-reduce."""
     plain = training_step(config, rank, wrap=lambda model: model)
     ddp = training_step(config, rank, wrap=DistributedDataParallel)
     gradient_bytes = models.gradient_bytes(models.build(config.model).module)
@@ -102,18 +104,18 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def speedup(records: Records, way: str = "ddp", over: str = "single") -> measure.Estimate:
-    """Samples per second of one way over another, round by round."""
+    """Return samples per second of one way over another, paired by round."""
     rates = (records.one("samples_per_s", way=name).samples for name in (way, over))
     return measure.paired_ratio(*rates)
 
 
 def category(records: Records) -> str:
-    """Whether DDP trains faster than one rank: "faster", "slower" or "inconclusive"."""
+    """Say whether DDP trains "faster" or "slower" than one rank, or "inconclusive"."""
     return measure.direction(speedup(records))
 
 
 def answer(records: Records) -> Iterator[str]:
-    """The speedup, what the machine allows, and the time of an all-reduce."""
+    """Yield the speedup, the machine's limit, and the time of an all-reduce."""
     n = records[0].layout["world_size"]
     if n == 1:
         yield "One rank has no other to share its work with. A speedup needs two."

@@ -1,11 +1,11 @@
-"""Which side is slower, the loader or the model? And how fast are both together?
+"""Which is slower, the loader or the model? And how fast are both together?
 
     python -m labs.dataloader --nproc 1      |      python -m labs.dataloader --nproc 1 --workers 4 --cores 0
     python -m labs.dataloader --nproc 1 --dataset my_package.my_module:photos --model my_package.my_module:cnn
 
-About 9 s on 2 CPU cores. In turn: the model alone on one stored batch, the loader alone, and both together, without
-workers and with. In a further arm the step sleeps as long as the model's step takes: a stand-in for a device of its
-own, which leaves the cores to the workers. Rank 0 measures, with one thread.
+About 9 s on 2 CPU cores. These take turns: the model alone on one stored batch, the loader alone, and both together,
+each with and without workers. In one more arm the step sleeps for as long as the model's step takes. It stands in for a
+separate device, which leaves the CPU cores to the workers. Only rank 0 measures, with one thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 WITHIN = 0.15
-"""The rule holds if the measured rate is this near to the expected one, relative to it."""
+"""The rule holds if the measured rate is within this share of the expected one."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Config:
     batch_size: Annotated[int, Ge(1)] = 16
     """Images per batch."""
     workers: Annotated[int, Ge(1)] = 2
-    """num_workers, beside none."""
+    """num_workers to compare with 0."""
     cores: Annotated[int, Ge(0)] = 2
     """CPU cores that training and workers may use; 0: all."""
     rounds: Annotated[int, Ge(2)] = 9
-    """Times that each arm takes its turn."""
+    """Number of rounds; each arm takes one turn per round."""
     block_s: Annotated[float, Gt(0)] = 0.06
-    """Least time of one turn, in s."""
+    """Minimum duration of a turn, in s."""
     smoke: bool = False
-    """Two rounds of two batches."""
+    """Run two rounds of two batches."""
 
     def __post_init__(self) -> None:
         require_findable(self.dataset, "dataset")
@@ -57,13 +57,13 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if a factory cannot be imported."""
+    """Raise BadInput if a factory can't be imported."""
     imported(config.dataset, "dataset")
     imported(config.model, "model")
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 measures, other ranks wait."""
+    """Measure on rank 0 while the other ranks wait."""
     if rank.rank == 0:
         dataset = imported(config.dataset, "dataset")()
         step = training_step(imported(config.model, "model")(), rank.device)
@@ -73,7 +73,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def measured(config: Config, rank: Rank, dataset: Any, step: Callable[[Any], None]) -> Iterator[Record]:
-    """Images per second of each arm; where the model trains, also the share of waiting and the seconds of a step."""
+    """Yield each arm's images per second; where the model trains, also the share of time spent waiting and step
+    seconds.
+    """
     n, least_s = config.workers, 0.0 if config.smoke else config.block_s
     with ExitStack() as stack:
         loaders = {w: stack.enter_context(feed.running(feed.endless(dataset, w, config.batch_size))) for w in (0, n)}
@@ -113,7 +115,7 @@ def measured(config: Config, rank: Rank, dataset: Any, step: Callable[[Any], Non
 
 
 def over_expected(records: Records) -> dict[tuple[int, str], measure.Estimate]:
-    """{(workers, what the step does): measured over expected rate of both together}, round by round."""
+    """Return {(workers, what the step does): measured over expected rate of loader and model together}, by round."""
     model = records.one("images_per_s", way="model").samples
     found = {}
     for both in records.where("images_per_s", way="both"):
@@ -125,7 +127,7 @@ def over_expected(records: Records) -> dict[tuple[int, str], measure.Estimate]:
 
 
 def category(records: Records) -> str:
-    """Whether the rule holds without workers, with workers beside a step that sleeps, and one that computes."""
+    """Say whether the rule holds without workers, and with workers beside a step that sleeps or computes."""
     said = []
     for (workers, step), ratio in over_expected(records).items():
         said.append(f"{workers} workers, step {step}: {'holds' if abs(ratio.value - 1) <= WITHIN else 'fails'}")
@@ -133,7 +135,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Each side alone, and how far both together are from the rule."""
+    """Yield the rate of each side alone, and how far both together are from the rule."""
     model = records.one("images_per_s", way="model").value
     for (workers, step), ratio in over_expected(records).items():
         loader = records.one("images_per_s", way="loader", workers=workers).value

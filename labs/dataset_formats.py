@@ -1,10 +1,10 @@
-"""What does the format of an image data set cost, and what does augmentation cost?
+"""What do an image data set's format and its augmentation cost?
 
     python -m labs.dataset_formats --nproc 1
 
-About 6 s on 2 CPU cores, once the files have been written. One process reads the same images in turn, from files that
-the system has in memory: JPEG files, the same files shrunk once to a short side of 256 pixels, tar shards of the shrunk
-files, and a memory map of decoded images of 224 x 224 pixels. From the shrunk files it also makes augmented images.
+About 6 s on 2 CPU cores, once the files exist. One process reads the same images from each format in turn, all from
+files in the page cache: JPEG files, the same files shrunk to a short side of 256 pixels, tar shards of the shrunk
+files, and a memory map of decoded 224 x 224 images. It also augments images from the shrunk files.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Picture = Image.Image
 
 @dataclass(frozen=True)
 class Config:
-    """How many images, read how often."""
+    """How many images to read, and how often."""
 
     images: Annotated[int, Ge(64)] = 512
-    """Images of 512 x 384 pixels in each format."""
+    """Images in each format; the originals have 512 x 384 pixels."""
     rounds: Annotated[int, Ge(2)] = 12
-    """Times that each format takes its turn."""
+    """Number of rounds; each format takes one turn per round."""
     smoke: bool = False
-    """64 images, two rounds."""
+    """Use 64 images and two rounds."""
 
 
 def resize(image: Picture) -> Picture:
-    """The whole image as a square: its aspect ratio is not kept."""
+    """Resize the whole image to a square, ignoring its aspect ratio."""
     return image.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
 
 
 def random_resized_crop(image: Picture) -> Picture:
-    """A random part, from 8 % of the area on and between 3:4 and 4:3, as torchvision's RandomResizedCrop."""
+    """Crop at random, from 8 % of the area up and from 3:4 to 4:3, as torchvision's RandomResizedCrop does."""
     draw = np.random.default_rng().uniform
     area, ratio = draw(0.08, 1) * image.width * image.height, np.exp(draw(np.log(3 / 4), np.log(4 / 3)))
     width, height = min(image.width, (area * ratio) ** 0.5), min(image.height, (area / ratio) ** 0.5)
@@ -59,13 +59,13 @@ def random_resized_crop(image: Picture) -> Picture:
 
 
 def crop_and_flip(image: Picture) -> Picture:
-    """A random crop, and left and right exchanged half of the time."""
+    """Crop at random, then flip horizontally half of the time."""
     image = random_resized_crop(image)
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if np.random.default_rng().random() < 0.5 else image
 
 
 def crop_flip_jitter(image: Picture) -> Picture:
-    """Brightness, contrast and saturation as well: each is a pass over all pixels."""
+    """Also change brightness, contrast and saturation: each is a pass over all pixels."""
     image = crop_and_flip(image)
     for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
         image = enhance(image).enhance(np.random.default_rng().uniform(0.6, 1.4))
@@ -76,7 +76,7 @@ AUGMENTATIONS = {"resize": resize, "crop, flip": crop_and_flip, "crop, flip, jit
 
 
 def shrink(path: Path, target: Path) -> None:
-    """Write the image with a short side of SHORT pixels."""
+    """Write the image, resized to a short side of SHORT pixels, to `target`."""
     with Image.open(path) as image:
         scale = SHORT / min(image.size)
         size = round(scale * image.width), round(scale * image.height)
@@ -84,7 +84,7 @@ def shrink(path: Path, target: Path) -> None:
 
 
 def write_all(paths: list[Path], folder: Path) -> None:
-    """Write the shrunk files, the shards and the map into `folder`."""
+    """Write the shrunk files, the shards and the memory map into `folder`."""
     (folder / "small").mkdir()
     for path in paths:
         shrink(path, folder / "small" / path.name)
@@ -100,7 +100,7 @@ def write_all(paths: list[Path], folder: Path) -> None:
 
 
 def readers(paths: list[Path], folder: Path) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
-    """By format: all images once, in random order; of shards, in the order in which they lie there."""
+    """Return one epoch iterator per format: all images in random order, shards in stored order."""
     small, shards = sorted((folder / "small").iterdir()), sorted(folder.glob("*.tar"))
     mapped = np.load(folder / "decoded.npy", mmap_mode="r")
 
@@ -117,7 +117,7 @@ def readers(paths: list[Path], folder: Path) -> dict[str, Callable[[], Iterator[
 
     def from_map() -> Iterator[np.ndarray]:
         for i in np.random.default_rng(0).permutation(len(mapped)):
-            yield np.array(mapped[i])  # a copy: this is what reads the pages
+            yield np.array(mapped[i])  # the copy reads the pages
 
     return {
         f"{JPEG}; resize": lambda: from_files(paths, resize),
@@ -128,7 +128,7 @@ def readers(paths: list[Path], folder: Path) -> dict[str, Callable[[], Iterator[
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Images per second and bytes on disk."""
+    """Yield bytes on disk and images per second of each format."""
     if rank.rank == 0:
         images = 64 if config.smoke else config.images
         cut = tiles(progress=lambda done, total: rank.progress(done, total, "cutting tiles, once"))
@@ -154,7 +154,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def measured(
     sources: dict[str, Callable[[], Iterator[np.ndarray]]], rounds: int, per_turn: int, rank: Rank
 ) -> dict[str, list[float]]:
-    """Images per second, in turn; the first turn brings the files into memory and does not count."""
+    """Return images per second, taking turns; the first turn brings the files into the page cache and isn't counted."""
     streams = {name: endless(source) for name, source in sources.items()}
     found: dict[str, list[float]] = {name: [] for name in sources}
     for done in range(rounds + 1):
@@ -170,19 +170,19 @@ def measured(
 
 
 def endless(source: Callable[[], Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
-    """Epoch after epoch."""
+    """Repeat epochs forever."""
     while True:
         yield from source()
 
 
 def over(records: Records, a: tuple[str, str], b: tuple[str, str]) -> measure.Estimate:
-    """Images per second of (format, augmentation) `a` over those of `b`, round by round."""
+    """Return images per second of (format, augmentation) `a` over those of `b`, paired by round."""
     rates = (records.one("images_per_s", format=f, augmentation=g).samples for f, g in (a, b))
     return measure.paired_ratio(*rates)
 
 
 def category(records: Records) -> str:
-    """Whether shrinking once and augmentation change the rate by more than 10 %, and which format is fastest."""
+    """Say whether shrinking and augmentation change the rate by more than 10 %, and which format is fastest."""
     shrunk = over(records, (SMALL, "resize"), (JPEG, "resize"))
     jitter = over(records, (SMALL, "crop, flip, jitter"), (SMALL, "resize"))
     fastest = max(records.where("images_per_s"), key=lambda r: r.value).case["format"]
@@ -192,7 +192,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Ratios, and MB on disk."""
+    """Yield the ratios, and MB on disk."""
     yield f"Shrunk files give {over(records, (SMALL, 'resize'), (JPEG, 'resize'))} the images/s of the originals."
     yield f"The memory map gives {over(records, (MAP, 'none'), (SMALL, 'resize'))} those of the shrunk files."
     jitter = over(records, (SMALL, "crop, flip, jitter"), (SMALL, "resize"))

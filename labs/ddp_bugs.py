@@ -2,8 +2,8 @@
 
     python -m labs.ddp_bugs      |      torchrun --nproc-per-node 2 -m labs.ddp_bugs --cases right bypassed
 
-About 3 s on 2 CPU cores. Each case trains the same small CNN on the same Fashion-MNIST images. An optimizer step takes
-two micro-batches. No bug raises an error. Five signs are counted without reading the code.
+About 3 s on 2 CPU cores. Each case trains the same small CNN on the same Fashion-MNIST images, with two micro-batches
+per optimizer step. No bug raises an error, but five counts, taken without reading the code, reveal them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from labs.kit.record import Record, Records
 Case = Literal["right", "no sampler", "no set_epoch", "bypassed", "seed per rank", "forward outside no_sync"]
 MICRO_BATCHES, EPOCHS = 2, 2
 AGREE = 1e-6
-"""Largest difference of a weight between ranks that still counts as equal."""
+"""Weights that differ by at most this much between ranks count as equal."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class Config:
     """How much to train, and which cases."""
 
     cases: tuple[Case, ...] = Case.__args__
-    """The first one is right; each of the others holds one bug."""
+    """Cases to train: "right" is correct, each of the others contains one bug."""
     images: Annotated[int, Interval(ge=64, le=10_000)] = 512
     """Images of the training set."""
     batch_size: Annotated[int, Ge(1)] = 16
     """Images per rank and micro-batch."""
     smoke: bool = False
-    """Does the same: it is short as it is."""
+    """Has no effect: the run is short anyway."""
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the images don't fill whole steps on every rank."""
+    """Raise BadInput if the images don't fill whole steps on every rank."""
     step = config.batch_size * MICRO_BATCHES * world_size
     require(config.images % step == 0, f"images must be a multiple of {step} (a step's images), not {config.images}")
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The signs of each case."""
+    """Yield the counts for each case."""
     torch.manual_seed(0)
     images, labels = fashion_batch(config.images)
     for done, case in enumerate(config.cases, start=1):
@@ -69,9 +69,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def train(
     case: Case, images: Tensor, labels: Tensor, config: Config, rank: Rank
 ) -> tuple[list[list[int]], Counter[str], nn.Module]:
-    """Train; return the images read in each epoch, bytes handed to all-reduces, and the model.
+    """Train; return the images read in each epoch, the bytes passed to all-reduces, and the model.
 
-    Every bug is one of the lines that name its case.
+    Every bug is on the lines that name its case.
     """
     torch.manual_seed(0)
     ddp = DistributedDataParallel(ConvNet(channels=1, width=8).to(rank.device))
@@ -99,7 +99,7 @@ def train(
                 if case != "forward outside no_sync":
                     loss.backward()
             if case == "forward outside no_sync":
-                with nullcontext() if last else ddp.no_sync():  # too late: DDP looks during its forward
+                with nullcontext() if last else ddp.no_sync():  # too late: DDP checks during forward
                     loss.backward()
             if last:
                 optimizer.step()
@@ -108,7 +108,7 @@ def train(
 
 
 def signs(seen: list[list[int]], sent: Counter[str], model: nn.Module, config: Config, rank: Rank) -> dict[str, float]:
-    """What can be counted from outside, by name; the same on all ranks."""
+    """Return the counts visible from outside, by name; the same on all ranks."""
     epochs = [[i for part in rank.gather(own) for i in part] for own in seen]
     steps = len(seen[0]) // (config.batch_size * MICRO_BATCHES)
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -126,7 +126,7 @@ def signs(seen: list[list[int]], sent: Counter[str], model: nn.Module, config: C
 
 
 def answer(records: Records) -> Iterator[str]:
-    """How each case differs from the right one."""
+    """Yield how each case differs from the right one."""
     found: dict[str, dict[str, float]] = {}
     for r in records.where("count"):
         found.setdefault(r.case["case"], {})[r.case["sign"]] = r.value

@@ -1,10 +1,10 @@
-"""Does DDP compute the gradient that one process would, with the whole batch?
+"""Does DDP compute the same gradient as one process with the whole batch?
 
     python -m labs.ddp_parity
     torchrun --nproc-per-node 2 -m labs.ddp_parity --models my_package.module:factory
 
-About 2 s on 2 CPU cores. Each model is tried in FP32 and in FP64: what shrinks with the bits is rounding, what
-stays is another computation.
+About 2 s on 2 CPU cores. Compares each model in FP32 and FP64: a difference that shrinks with the precision is
+rounding, one that stays means another computation.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from labs.kit.record import Record, Records
 
 @dataclass(frozen=True)
 class Config:
-    """Which models to compare, and on how much data."""
+    """Which models to compare, on how much data."""
 
     models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm")
     """Keys of labs.models.MODELS, or package.module:factory."""
     dtypes: tuple[Literal["float32", "float64"], ...] = ("float32", "float64")
-    """Number formats; float64 tells rounding from a real difference."""
+    """Number formats; float64 separates rounding from a real difference."""
     batch_size: int = 16
     """Samples per rank."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Does the same: this lab takes a second as it is."""
+    """Has no effect: the run takes a second anyway."""
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 2, f"batch_size must be at least 2 (BatchNorm needs it), not {self.batch_size}")
@@ -48,13 +48,13 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if a model cannot be built."""
+    """Raise BadInput if a model can't be built."""
     for name in config.models:
         models.build(name)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Relative gradient errors of every model and format, with SyncBatchNorm too where there is BatchNorm."""
+    """Yield relative gradient errors of every model and format; models with BatchNorm also run with SyncBatchNorm."""
     cases = [(name, dtype) for name in config.models for dtype in config.dtypes]
     for done, (name, dtype) in enumerate(cases, start=1):
         for synced in (False, True):
@@ -68,7 +68,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def gradient_error(name: str, dtype: torch.dtype, synced: bool, config: Config, rank: Rank) -> float:
-    """||g - G|| / ||G||: g from DDP with every rank's shard, G from one process with the whole batch."""
+    """Return ||g - G|| / ||G||: g from DDP with one shard per rank, G from one process with the whole batch."""
     workload = models.build(name, config.seed)
     whole_module = workload.module.to(rank.device, dtype)
     x, y = (_cast(t, rank.device, dtype) for t in workload.make_batch(config.batch_size * rank.world_size))
@@ -88,21 +88,21 @@ def _cast(t: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(module: nn.Module) -> Tensor:
-    """All gradients as one vector."""
+    """Return all gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 def is_rounding(fp32: float, fp64: float) -> bool:
-    """Whether a relative error is rounding: then it shrinks with the spacing of the numbers, from FP32 to FP64.
+    """Return whether a relative error is rounding: if so, it shrinks from FP32 to FP64 with the unit roundoff.
 
-    That spacing is 2^29 times larger in FP32, whatever the kernels; another computation differs equally in both.
-    Halfway, by orders of magnitude, lies 2^14.5. No difference in FP32 counts as one of its unit roundoff, 2^-24.
+    FP32's unit roundoff is 2^29 times larger, whatever the kernels; another computation differs equally in both
+    formats. The threshold 2^14.5 is the geometric mean. An FP32 error below its unit roundoff, 2^-24, counts as 2^-24.
     """
     return fp64 * 2**14.5 <= max(fp32, 2**-24)
 
 
 def errors(run: Records) -> Iterator[tuple[str, bool, float, float]]:
-    """(model, with SyncBatchNorm, relative error in FP32, in FP64) of each model that was tried in both formats."""
+    """Yield (model, with SyncBatchNorm, relative error in FP32, in FP64) for each model run in both formats."""
     for r in run.where("gradient_relative_error", dtype="float64"):
         case = {k: v for k, v in r.case.items() if k != "dtype"}
         for other in run.where("gradient_relative_error", dtype="float32", **case):
@@ -110,7 +110,7 @@ def errors(run: Records) -> Iterator[tuple[str, bool, float, float]]:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Of each model: the same gradient, or another."""
+    """Yield, for each model, whether it has the same gradient."""
     found = list(errors(run))
     if not found:
         yield "Only FP32 and FP64 together tell rounding from another computation: pass --dtypes float32 float64."

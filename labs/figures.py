@@ -1,8 +1,8 @@
 """Draws the README's figure from recorded runs.
 
-python -m labs.data_parallel --model mlp --rounds 24 --out mlp.jsonl       # and --model cnn --out cnn.jsonl
-cat mlp.jsonl cnn.jsonl > records/NAME/data_parallel.jsonl
-python -m labs.figures records/NAME/data_parallel.jsonl notebooks/scaling.png
+python -m labs.data_parallel --model mlp --rounds 24 --out mlp.jsonl       # and --model cnn --out cnn.jsonl cat
+mlp.jsonl cnn.jsonl > records/NAME/data_parallel.jsonl python -m labs.figures records/NAME/data_parallel.jsonl
+notebooks/scaling.png
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from labs.kit.record import Records, load
 
 
 def speedup_png(records: Records) -> bytes:
-    """The speedup of DDP for each model, what copies reach, and a published speedup of two GPUs; as PNG bytes."""
+    """Draw each model's DDP speedup, its limit by copies, and a published speedup of two GPUs; return PNG bytes."""
     v100 = Records(r for r in published.table("pytorch_ddp") if r.case["model"] == "ResNet-50")
     one, two = v100.one("step", gpus=1, ddp=False), v100.one("step", gpus=2, ddp=True)
     runs = {model_of(run).upper(): run for run in launches(records)}
@@ -41,7 +41,7 @@ def speedup_png(records: Records) -> bytes:
 
 
 def main() -> None:
-    """Usage as in the module's docstring."""
+    """Run the command line described in the module's docstring."""
     if len(sys.argv) != 3:
         raise SystemExit("usage: python -m labs.figures RECORDS.jsonl FIGURE.png")
     Path(sys.argv[2]).write_bytes(speedup_png(load(sys.argv[1])))

@@ -2,11 +2,12 @@
 
     python -m labs.fully_sharded      |      torchrun --nproc-per-node 2 -m labs.fully_sharded --batch-size 64
 
-About 10 s on 2 CPU cores. Every rank trains on its own part of the batch, with AdamW, in these ways:
+About 10 s on 2 CPU cores. Every rank trains with AdamW on its part of the batch, in each of these ways:
+
   ddp         every rank has all parameters, gradients and optimizer states
   fsdp        FSDP2: every rank has 1/n of each; a block's parameters are gathered for forward and again for backward
   fsdp, kept  the same, but parameters stay whole from forward to backward (reshard_after_forward=False)
-  fsdp, bf16  parameters are gathered and used in BF16, kept in FP32; gradients are averaged in FP32
+  fsdp, bf16  parameters are gathered and used in BF16, stored in FP32; gradients are averaged in FP32
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 WAYS = ("ddp", "fsdp", "fsdp, kept", "fsdp, bf16")
-STATES = {"parameters": 1, "gradients": 1, "optimizer": 2}  # numbers per parameter; AdamW has two moments
+STATES = {"parameters": 1, "gradients": 1, "optimizer": 2}  # numbers per parameter; AdamW keeps two moments
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,18 @@ class Config:
     batch_size: Annotated[int, Ge(1)] = 8
     """Samples per rank and step."""
     rounds: Annotated[int, Ge(6)] = 6
-    """Times that DDP and FSDP2 take their turn, on GPUs."""
+    """Rounds on GPUs; DDP and FSDP2 take one turn per round."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Only two rounds, to see that it runs."""
+    """Run only two rounds."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model can't be built."""
+    """Raise BadInput if the model can't be built."""
     models.build(config.model)
 
 
@@ -74,22 +75,22 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3)
 
     def forward(self) -> Tensor:
-        """The loss. The gradients of the step before are gone."""
+        """Clear the previous step's gradients and return the loss."""
         self.optimizer.zero_grad()
         return self.workload.loss(self.module(self.x), self.y)
 
     def finish(self, loss: Tensor) -> None:
-        """Backward and the optimizer's step."""
+        """Run backward and the optimizer step."""
         loss.backward()
         self.optimizer.step()
 
     def step(self) -> None:
-        """One training step."""
+        """Run one training step."""
         self.finish(self.forward())
 
 
 def wrap(way: str, module: nn.Module, rank: Rank) -> nn.Module:
-    """`module`, wrapped as one of WAYS."""
+    """Return `module` wrapped as `way`, one of WAYS."""
     if way == "ddp":
         return DistributedDataParallel(module)
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
@@ -102,7 +103,7 @@ def wrap(way: str, module: nn.Module, rank: Rank) -> nn.Module:
 
 
 def trainers(config: Config, rank: Rank, dtype: torch.dtype) -> dict[str, Trainer]:
-    """One for each way, and "single", which has the whole batch. All start with the same parameters."""
+    """Return a trainer for each way, and "single" with the whole batch. All start from the same parameters."""
     workload = models.build(config.model, config.seed)
     torch.manual_seed(config.seed + 1)
     n = config.batch_size
@@ -116,20 +117,20 @@ def trainers(config: Config, rank: Rank, dtype: torch.dtype) -> dict[str, Traine
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Parity with one process in FP64; bytes held, gathered and sent; the peak of a step; on GPUs step times."""
-    # FSDP's outputs are views; the warning is about writing into one, which nobody does here.
+    """Yield FP64 parity with one process; bytes held, gathered and sent; peak memory; on GPUs also step times."""
+    # FSDP returns views, and warns about in-place writes to them. Nothing here does that.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     yield from parity(trainers(config, rank, torch.float64), rank)
     found = trainers(config, rank, torch.float32)
     whole = found.pop("single").module
     for done, (way, trainer) in enumerate(found.items(), start=1):
-        for _ in range(2):  # DDP arranges its buckets anew after the first backward
+        for _ in range(2):  # DDP rebuilds its buckets after the first backward
             trainer.step()
         yield from held(trainer, whole, way, rank)
         yield from moved(trainer, whole, way, rank)
         rank.progress(done, len(found) + 1, way)
     if rank.device.type == "cpu":
-        return  # how long a step takes through gloo says nothing about GPUs
+        return  # a step's time over gloo says nothing about GPUs
     steps = {way: found[way].step for way in ("ddp", "fsdp")}
     seconds = measure.interleave(steps, 2 if config.smoke else config.rounds, rank.device, between=rank.barrier)
     for way, samples in seconds.items():
@@ -137,9 +138,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def parity(found: dict[str, Trainer], rank: Rank) -> Iterator[Record]:
-    """||g - G|| / ||G|| of the mean gradient over ranks, G that of one process with the whole batch.
+    """Yield ||g - G|| / ||G||: g is the mean gradient over ranks, G that of one process with the whole batch.
 
-    Gradients, because Adam's step hides a wrong factor.
+    It compares gradients because Adam's step hides a wrong factor.
     """
     gradients = {}
     for way, trainer in found.items():
@@ -152,7 +153,7 @@ def parity(found: dict[str, Trainer], rank: Rank) -> Iterator[Record]:
 
 
 def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if hasattr(t, "full_tensor") else t  # a DTensor: this rank has a shard
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # this rank has only a shard of a DTensor
 
 
 def _local(t: Tensor) -> Tensor:
@@ -160,22 +161,22 @@ def _local(t: Tensor) -> Tensor:
 
 
 def held(trainer: Trainer, whole: nn.Module, way: str, rank: Rank) -> Iterator[Record]:
-    """Bytes of each kind between two steps, and at the peak of a step, on the rank that has the most."""
+    """Yield bytes of each kind between two steps, and at a step's peak, on the rank that has the most."""
     parameters = list(trainer.module.parameters())
-    states = [t for state in trainer.optimizer.state.values() for t in state.values() if t.dim()]  # not the counter
+    states = [t for state in trainer.optimizer.state.values() for t in state.values() if t.dim()]  # no counters
     tensors = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer": states}
     sizes = {what: nbytes(*map(_local, found)) for what, found in tensors.items()}
     share = sum(shard_bytes(p, 1 if way == "ddp" else rank.world_size) for p in whole.parameters())
     for what, size in sizes.items():
         yield rank.record("held_bytes", "B", max(rank.gather(size)), way=way, what=what)
         yield rank.record("held_bytes", "B", STATES[what] * share, kind="modelled", way=way, what=what)
-    # In the next step the old gradients are dropped first, so they count once.
+    # The next step drops the old gradients first, so they count once.
     peak = sum(sizes.values()) + watch(trainer.forward, trainer.finish, rank.device).peak
     yield rank.record("peak_bytes", "B", max(rank.gather(peak)), way=way)
 
 
 def moved(trainer: Trainer, whole: nn.Module, way: str, rank: Rank) -> Iterator[Record]:
-    """Calls and bytes of one step's collectives, and how many bytes of parameters were whole at once."""
+    """Yield calls and bytes of one step's collectives, and the most parameter bytes that were whole at once."""
     with Traffic() as traffic, Gathered(trainer.module) as gathered:
         trainer.step()
     expected = predict(whole, way, rank.world_size)
@@ -188,23 +189,23 @@ def moved(trainer: Trainer, whole: nn.Module, way: str, rank: Rank) -> Iterator[
 
 
 def total(records: Records, metric: str, way: str) -> float:
-    """Bytes of one way, as counted, over all kinds."""
+    """Sum a metric's counted bytes over all kinds, for one way."""
     return sum(r.value for r in records.where(metric, way=way) if r.kind != "modelled")
 
 
 def peak_share(records: Records) -> float:
-    """The peak of FSDP2's step over that of DDP's."""
+    """Return FSDP2's peak memory over DDP's."""
     return total(records, "peak_bytes", "fsdp") / total(records, "peak_bytes", "ddp")
 
 
 def category(records: Records) -> str:
-    """FSDP2's peak over DDP's: "at most 1/n" of it, "less" or "no less"."""
+    """Compare FSDP2's peak with DDP's: "at most 1/n", "less" or "no less"."""
     share, n = peak_share(records), records[0].layout["world_size"]
     return "at most 1/n" if share <= 1 / n else "less" if share < 1 else "no less"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What FSDP2 holds and sends beside DDP, how long a step takes, and whether it computes the same."""
+    """Yield what FSDP2 holds and sends beside DDP, its step time, and whether gradients agree."""
     n = records[0].layout["world_size"]
     ddp, fsdp = (total(records, "held_bytes", way) / 1e6 for way in ("ddp", "fsdp"))
     yield f"Between two steps, each of {n} ranks holds {fsdp:.1f} MB of states with FSDP2 and {ddp:.1f} MB with DDP."

@@ -4,16 +4,18 @@
     python -m labs.gradient_compression --parts loss
     torchrun --nproc-per-node 2 -m labs.gradient_compression --mb-s 50 10
 
-About 10 s on 2 CPU cores. Every way to send gradients is one communication hook of DDP:
-  fp32       DDP's own all-reduce
-  fp16       torch's hook: half of the bytes
-  powersgd   torch's hook: each matrix as two thin ones
-  top-k      the largest numbers with their places, and error feedback
-Parts: `bytes` counts what a rank sends in a step; `time` lets the ways take turns at each bandwidth; `loss` trains a
-smaller model with each way from the same seeds. PowerSGD starts in step 2 of a timed run, and after 10 % of the steps
-of a training. On GPUs the connection is left as it is.
+About 10 s on 2 CPU cores. Each way to send gradients is one DDP communication hook:
 
-DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+  fp32       DDP's default all-reduce
+  fp16       PyTorch's hook: half of the bytes
+  powersgd   PyTorch's hook: each matrix as two thin ones
+  top-k      the largest values with their indices, and error feedback
+
+Parts: `bytes` counts what a rank sends per step; `time` interleaves the ways at each bandwidth; `loss` trains a smaller
+model in each way from the same seeds. PowerSGD starts in step 2 of a timed run, and after 10 % of a training run's
+steps. On GPUs the connection isn't slowed down.
+
+DDP refuses hooks whose annotations are strings, so this module has no `from __future__ import annotations`.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,35 +44,35 @@ from labs.kit.record import Record, Records
 WAYS = ("fp32", "fp16", "powersgd", "top-k")
 PARTS = ("bytes", "time", "loss")
 ONE_BUCKET_MB = 10_000
-"""PowerSGD over gloo needs one bucket: the collectives of two could meet in another order on each rank."""
+"""PowerSGD over gloo needs one bucket: with two, ranks could run the collectives in different orders."""
 MARGIN = 0.10
-"""A way learns as well if its loss is at most this share above FP32's."""
+"""A way learns as well as FP32 if its loss is at most this share higher."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured, with which ways, over which connections."""
+    """What to measure, with which ways, over which connections."""
 
     parts: tuple[str, ...] = ("bytes", "time")
-    """Of bytes, time, loss."""
+    """Any of bytes, time, loss."""
     model: str = "labs.gradient_compression:deep"
     """Model of `bytes` and `time`: one of labs.models.MODELS, package.module:factory, or a notebook's function."""
     batch_size: Annotated[int, Ge(1)] = 256
     """Samples per rank and step of `time`."""
     bucket_cap_mb: Annotated[float, Gt(0)] = 1.0
-    """Size of DDP's buckets in MiB, for the ways that may have several."""
+    """Size of DDP's buckets in MiB, for the ways that allow several."""
     mb_s: tuple[float, ...] = (400.0, 100.0, 25.0)
     """Bandwidths of the connection in each direction, in 10^6 byte/s."""
     powersgd_rank: Annotated[int, Ge(1)] = 4
     """Columns of PowerSGD's matrices."""
     share: Annotated[float, Gt(0), Lt(1)] = 0.01
-    """Share of the numbers that top-k sends."""
+    """Share of the values that top-k sends."""
     rounds: Annotated[int, Ge(6)] = 9
-    """Times that each way takes its turn at each bandwidth."""
+    """Number of rounds at each bandwidth; each way takes one turn per round."""
     seeds: Annotated[int, Ge(6)] = 9
-    """Trainings with each way."""
+    """Training runs with each way."""
     steps: Annotated[int, Ge(20)] = 60
-    """Steps of a training."""
+    """Steps of a training run."""
     width: Annotated[int, Ge(1)] = 64
     """Width of the trained model's layers."""
     blocks: Annotated[int, Ge(0)] = 2
@@ -78,7 +80,7 @@ class Config:
     seed: int = 0
     """The first seed."""
     smoke: bool = False
-    """Few steps, two bandwidths, two seeds."""
+    """Use few steps, two bandwidths and two seeds."""
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in PARTS]
@@ -89,25 +91,25 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for one rank, or a model that cannot be built."""
+    """Raise BadInput for a single rank, or a model that can't be built."""
     wire.require_wire(world_size)
     models.build(config.model)
 
 
 class Block(nn.Module):
-    """One layer around which the input is added: (batch, width) -> (batch, width)."""
+    """A residual layer: (batch, width) -> (batch, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and what the layer adds to it."""
+        """Return the input plus the layer's output."""
         return x + self.layer(self.norm(x)).relu()
 
 
 def deep(width: int = 256, blocks: int = 12) -> nn.Module:
-    """Many equal layers for Fashion-MNIST; 4.0 MB of gradients by default."""
+    """Build many equal layers for Fashion-MNIST; 4.0 MB of gradients by default."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(784, width), *[Block(width) for _ in range(blocks)], nn.Linear(width, 10)
     )
@@ -115,20 +117,20 @@ def deep(width: int = 256, blocks: int = 12) -> nn.Module:
 
 @dataclass
 class TopK:
-    """What top-k keeps from step to step."""
+    """What top-k carries over from step to step."""
 
     share: float
     unsent: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """By parameter: after its first step DDP puts the parameters into other buckets."""
+    """Unsent gradients by parameter, because DDP moves parameters to other buckets after its first step."""
 
 
 def top_k(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook: the largest numbers travel with their places, the others wait for the next step.
+    """Send the largest values with their indices and keep the rest for the next step (a communication hook).
 
-    Error feedback: Stich et al., NeurIPS 2018. The all-gathers block, so nothing of them is hidden.
+    Error feedback: Stich et al., NeurIPS 2018. The all-gathers block, so they can't overlap with backward.
     """
     gradient, ranks = bucket.buffer(), dist.get_world_size()
-    views = bucket.gradients()  # adding to them adds to the buffer
+    views = bucket.gradients()  # views: writing to them writes to the buffer
     for p, view in zip(bucket.parameters(), views, strict=True):
         view += state.unsent.get(p, 0.0)
     places = gradient.abs().topk(max(1, round(state.share * len(gradient)))).indices
@@ -137,8 +139,8 @@ def top_k(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     state.unsent.update((p, r.view_as(p)) for p, r in zip(bucket.parameters(), rest, strict=True))
     all_values = [torch.empty_like(values) for _ in range(ranks)]
     all_places = [torch.empty_like(places, dtype=torch.int32) for _ in range(ranks)]
-    dist.all_gather(all_values, values)  # 4 bytes a number to every other rank
-    dist.all_gather(all_places, places.int())  # 4 bytes a place to every other rank
+    dist.all_gather(all_values, values)  # 4 bytes per value to every other rank
+    dist.all_gather(all_places, places.int())  # 4 bytes per index to every other rank
     mean = gradient.zero_().index_add_(0, torch.cat(all_places).long(), torch.cat(all_values) / ranks)
     done = torch.futures.Future[Tensor]()
     done.set_result(mean)
@@ -146,7 +148,7 @@ def top_k(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def wrap(module: nn.Module, way: str, config: Config, rank: Rank, powersgd_from: int = 2) -> DistributedDataParallel:
-    """`module` in DDP with the hook of `way`. PowerSGD sends whole gradients before step `powersgd_from`."""
+    """Wrap `module` in DDP with the hook of `way`. PowerSGD sends whole gradients before step `powersgd_from`."""
     one_bucket = way == "top-k" or (way == "powersgd" and "nccl" not in rank.backend)
     ddp = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else config.bucket_cap_mb)
     state = {
@@ -156,7 +158,7 @@ def wrap(module: nn.Module, way: str, config: Config, rank: Rank, powersgd_from:
         "top-k": lambda: TopK(config.share),
     }.get(way, lambda: None)()
     hooks = {"fp16": default_hooks.fp16_compress_hook, "powersgd": powerSGD_hook.powerSGD_hook, "top-k": top_k}
-    if rank.device.type == "cpu" and not wire.can_pace():  # a hook waits as long as the connection would take
+    if rank.device.type == "cpu" and not wire.can_pace():  # a hook waits as long as the slow connection would take
         plain = hooks.get(way, default_hooks.allreduce_hook)
 
         def sent(bucket: dist.GradBucket) -> float:
@@ -169,11 +171,11 @@ def wrap(module: nn.Module, way: str, config: Config, rank: Rank, powersgd_from:
 
 
 def sent_bytes(way: str, shapes: list[torch.Size], ranks: int, config: Config) -> float:
-    """Bytes that each of `ranks` ranks sends per step, by formula: a ring, for top-k an all-gather."""
+    """Return the bytes that each of `ranks` ranks sends per step, by formula: a ring, for top-k an all-gather."""
     numbers = sum(shape.numel() for shape in shapes)
     if way == "top-k":
         return (ranks - 1) * 8 * round(config.share * numbers)
-    if way == "powersgd":  # P (n x r) and Q (r x m) for a matrix, if they hold less than half of its numbers
+    if way == "powersgd":  # a matrix sends P (n x r) and Q (r x m) if they hold less than half of its values
         numbers = 0
         for shape in shapes:
             thin = config.powersgd_rank * (shape[0] + shape.numel() // shape[0])
@@ -182,13 +184,13 @@ def sent_bytes(way: str, shapes: list[torch.Size], ranks: int, config: Config) -
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The parts that were asked for."""
+    """Run the requested parts."""
     if rank.device.type == "cpu":
         yield from wire.how(rank)
     if "bytes" in config.parts or "time" in config.parts:
         steps = {way: training_step(way, config, rank) for way in WAYS}
         for step in steps.values():
-            measure.time_steps(step, 4, rank.device)  # buckets are arranged, PowerSGD has started
+            measure.time_steps(step, 4, rank.device)  # DDP has rebuilt its buckets, PowerSGD has started
         if "bytes" in config.parts:
             yield from count_bytes(steps, config, rank)
         if "time" in config.parts:
@@ -198,7 +200,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def training_step(way: str, config: Config, rank: Rank) -> Callable[[], None]:
-    """A DDP training step that sends its gradients in this way."""
+    """Return a DDP training step that sends its gradients in this way."""
     workload = models.build(config.model, config.seed)
     model = wrap(workload.module.to(rank.device), way, config, rank)
     x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
@@ -214,7 +216,7 @@ def training_step(way: str, config: Config, rank: Rank) -> Callable[[], None]:
 
 
 def count_bytes(steps: dict[str, Callable[[], None]], config: Config, rank: Rank) -> Iterator[Record]:
-    """What a rank sends in a step over what FP32 sends, by the kernel's count and by formula."""
+    """Yield a rank's bytes per step relative to FP32, counted by the kernel and by formula."""
     shapes = [p.shape for p in models.build(config.model).module.parameters()]
     plain = sent_bytes("fp32", shapes, rank.world_size, config)
     for way, step in steps.items():
@@ -226,7 +228,7 @@ def count_bytes(steps: dict[str, Callable[[], None]], config: Config, rank: Rank
 
 
 def time_ways(steps: dict[str, Callable[[], None]], config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of a step of each way at each bandwidth."""
+    """Yield seconds per step for each way and bandwidth."""
     cpu = rank.device.type == "cpu"
     wires = sorted(config.mb_s, reverse=True) if cpu else [wire.NO_PACE]
     for done, mb_s in enumerate(wires[:: len(wires) - 1] if config.smoke and cpu else wires, start=1):
@@ -238,7 +240,7 @@ def time_ways(steps: dict[str, Callable[[], None]], config: Config, rank: Rank) 
 
 
 def losses(config: Config, rank: Rank) -> Iterator[Record]:
-    """Loss on held-out images after the same training with each way: a sample per seed."""
+    """Yield the loss on held-out images after equal training with each way, one sample per seed."""
     arrays = fashion_mnist()
     images, test = ((torch.tensor(x).to(rank.device) / 255).unsqueeze(1) for x in (arrays.x_train, arrays.x_test))
     labels, test_labels = (torch.tensor(y).long().to(rank.device) for y in (arrays.y_train, arrays.y_test))
@@ -255,7 +257,7 @@ def losses(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def train(way: str, seed: int, images: Tensor, labels: Tensor, config: Config, rank: Rank) -> nn.Module:
-    """Train a small deep model with batches of 64 per rank; returns it, the same on all ranks."""
+    """Train a small deep model with batches of 64 per rank; return it, the same on all ranks."""
     torch.manual_seed(seed)
     steps = 20 if config.smoke else config.steps
     ddp = wrap(deep(config.width, config.blocks).to(rank.device), way, config, rank, powersgd_from=steps // 10)
@@ -271,7 +273,7 @@ def train(way: str, seed: int, images: Tensor, labels: Tensor, config: Config, r
 
 
 def gains(records: Records, way: str) -> dict[float, measure.Estimate]:
-    """{bandwidth in MB/s: how many times faster a step is than with FP32}."""
+    """Return {bandwidth in MB/s: how many times faster a step is than with FP32}."""
     return {
         r.case["mb_s"]: measure.paired_ratio(records.one("step_s", way="fp32", mb_s=r.case["mb_s"]).samples, r.samples)
         for r in records.where("step_s", way=way)
@@ -279,17 +281,17 @@ def gains(records: Records, way: str) -> dict[float, measure.Estimate]:
 
 
 def excess(records: Records, way: str) -> measure.Estimate:
-    """Loss over FP32's, seed by seed."""
+    """Return the loss over FP32's, paired by seed."""
     return measure.paired_ratio(records.one("loss", way=way).samples, records.one("loss", way="fp32").samples)
 
 
 def learns(ratio: measure.Estimate) -> str:
-    """ "as well" if the loss is surely at most MARGIN above FP32's, "worse" if surely more, or "inconclusive"."""
+    """Judge a loss ratio's interval against 1 + MARGIN: "as well", "worse" or "inconclusive"."""
     return "as well" if ratio.high <= 1 + MARGIN else "worse" if ratio.low > 1 + MARGIN else "inconclusive"
 
 
 def category(records: Records) -> str:
-    """Of a training: how each way learns. Of times: whether PowerSGD is faster than FP32 on the slowest link."""
+    """Say how each way learns; without losses, whether PowerSGD is faster than FP32 on the slowest link."""
     if records.where("loss"):
         return ", ".join(f"{way} {learns(excess(records, way))}" for way in WAYS[1:])
     found = gains(records, "powersgd")
@@ -297,7 +299,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Bytes, gains and losses of each way."""
+    """Yield bytes, gains and losses of each way."""
     yield from wire.label(records)
     for way in WAYS[1:]:
         for metric, how in (("formula", "by formula"), ("sent", "by the kernel's count")):

@@ -2,9 +2,9 @@
 
     python -m labs.hardware_probe                        # checks, then the speed limits
     python -m labs.hardware_probe --preflight            # GO or NO-GO for the course, a report, no speed limits
-    python -m labs.hardware_probe --smoke --json         # quick, and readable by a program
-    python -m labs.hardware_probe --require-gpus 2       # fail unless torch can use two GPUs
-    torchrun --nproc-per-node 2 -m labs.hardware_probe   # the speed limits alone, on a cluster
+    python -m labs.hardware_probe --smoke --json         # quick, and machine-readable
+    python -m labs.hardware_probe --require-gpus 2       # fail unless PyTorch can use two GPUs
+    torchrun --nproc-per-node 2 -m labs.hardware_probe   # only the speed limits, on a cluster
 
 Exit code: 0 all passed (warnings allowed), 1 a check failed, 2 bad input. About 20 s on 2 CPU cores.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-if __name__ == "__main__" and "--preflight" in sys.argv:  # before torch: it also says when that is missing
+if __name__ == "__main__" and "--preflight" in sys.argv:  # before torch: it may be missing
     from labs.classroom import room_preflight
 
     room_preflight.main()
@@ -40,7 +40,7 @@ from labs.kit.record import Record, Records
 
 GPT_BLOCK = "labs.common.models.text_models:gpt_block"
 SMOKE = {"dtypes": ("fp32",), "models": ("mlp",)}  # with --smoke in a shell
-LONGEST_S = 0.5  # a format that needs longer for one product is left out
+LONGEST_S = 0.5  # skip a format whose product takes longer
 FORMATS = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16"}
 Step = Callable[[], object]
 
@@ -50,25 +50,25 @@ class Config:
     """What to measure. Empty or 0: a default that suits the device."""
 
     parts: tuple[str, ...] = ()
-    """What to do: correctness (always), matmul, memory, copies, operators, models, all_reduce. () is all."""
+    """What to run: correctness (always), matmul, memory, copies, operators, models, all_reduce. (): all."""
     dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
-    """Number formats of the matrix products; those that a device lacks are left out."""
+    """Number formats of the matrix products; formats that the device lacks are skipped."""
     matmul_sizes: tuple[int, ...] = ()
-    """Sides of the square matrices. Default: 128 to 512 on a CPU core, 1024 to 8192 on a GPU."""
+    """Side lengths of the square matrices. Default: 128 to 512 on a CPU core, 1024 to 8192 on a GPU."""
     array_mib: Annotated[int, Ge(0)] = 0
-    """Size of each array of the memory test. Default: 256 on a CPU core, 512 on a GPU."""
+    """Size of each array of the memory test in MiB. Default: 256 on a CPU core, 512 on a GPU."""
     message_kib: tuple[float, ...] = (1, 8, 32, 256, 1024, 4096, 16384)
-    """Sizes of the all-reduced buffers."""
+    """Sizes of the all-reduced buffers in KiB."""
     depths: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Layers of the tiny models that show the time of an operator."""
+    """Layers of the tiny models that show an operator's overhead."""
     models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm", GPT_BLOCK)
-    """Models whose passes are timed: keys of labs.common.models.MODELS or package.module:factory."""
+    """Models to time: keys of labs.common.models.MODELS or package.module:factory."""
     batch_size: Annotated[int, Ge(0)] = 0
-    """Rows in a batch of the models. Default: 64; 1 of the GPT block on a CPU core: a row is 128 tokens."""
+    """Rows per batch of the models. Default: 64; for the GPT block on a CPU core 1, because a row is 128 tokens."""
     rounds: Annotated[int, Ge(2)] = 9
     """Samples of each measurement."""
     smoke: bool = False
-    """Few samples and sizes: does it work at all?"""
+    """Use few samples and sizes."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("parts", PARTS), ("dtypes", FORMATS)):
@@ -79,23 +79,23 @@ class Config:
         models.require_known(*self.models, option="models")
 
     def passes(self, device: str) -> list[tuple[str, int]]:
-        """(model, rows) of every pass to time; the first model also with one row."""
+        """Return (model, rows) of every pass to time; the first model is also timed with one row."""
         usual = {GPT_BLOCK: 1} if device == "cpu" else {}
         found = [(m, self.batch_size or usual.get(m, 64)) for m in self.models]
         return list(dict.fromkeys([*found, *((m, 1) for m in self.models[:1])]))
 
     def sizes(self, device: str) -> tuple[int, ...]:
-        """The matrix sizes for this kind of device, ascending."""
+        """Return the matrix sizes for this kind of device, ascending."""
         usual = (128, 256, 512) if device == "cpu" else (1024, 2048, 4096, 8192)
         return tuple(sorted(set(self.matmul_sizes))) or (usual[:2] if self.smoke else usual)
 
     def array_bytes(self, device: str) -> int:
-        """Bytes of one array of the memory test: beyond the caches of most processors."""
+        """Return the bytes of one array of the memory test, larger than most processors' caches."""
         usual = 256 if device == "cpu" else 512
         return (self.array_mib or (usual // 4 if self.smoke else usual)) * 2**20
 
     def messages(self) -> tuple[int, ...]:
-        """All-reduce sizes in bytes, ascending, whole float32 elements."""
+        """Return all-reduce sizes in bytes, ascending, in whole float32 elements."""
         sizes = sorted({int(k * 1024) // 4 * 4 for k in self.message_kib})
         return tuple(sizes[:4] if self.smoke else sizes)
 
@@ -106,7 +106,7 @@ class Config:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """What each rank does. Rank 0 measures alone while the others wait; all take part in correctness and all_reduce."""
+    """Run the requested parts. Rank 0 measures alone, except that all ranks join in correctness and all_reduce."""
     stages = [stage for name, stage in PARTS.items() if name in ("correctness", *(config.parts or PARTS))]
     for done, stage in enumerate(stages):
         rank.progress(done, len(stages), stage.__name__.replace("_", " "))
@@ -117,7 +117,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def correctness(config: Config, rank: Rank) -> Iterator[Record]:
-    """A fast wrong answer is no answer: a product against float64, an all-reduce against the sum."""
+    """Check a product against float64 and an all-reduce against the sum: a fast wrong answer is useless."""
     a, b = torch.randn(2, 64, 64)
     want = a.double() @ b.double()
     got = (a.to(rank.device) @ b.to(rank.device)).cpu().double()
@@ -129,14 +129,14 @@ def correctness(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; a NaN or an infinity counts as 1e9, since a record holds finite numbers only."""
+    """Return ||got - want|| / ||want||; NaN and infinity become 1e9, because records hold only finite numbers."""
     error = float((got - want).norm() / want.norm())
     return error if math.isfinite(error) else 1e9
 
 
 def seconds_of(steps: Mapping[Any, Step], config: Config, device: torch.device) -> dict[Any, list[float]]:
-    """Seconds of a call of each step. All take turns, each as a block of calls that fills about 8 ms."""
-    calls = {name: probing.inner_calls(step, device) for name, step in steps.items()}  # the first calls warm up
+    """Return seconds per call of each step. Steps are interleaved in blocks of calls that take about 8 ms."""
+    calls = {name: probing.inner_calls(step, device) for name, step in steps.items()}  # this also warms up
 
     def block(name: Any) -> Step:
         return lambda: [steps[name]() for _ in range(calls[name])]
@@ -146,7 +146,7 @@ def seconds_of(steps: Mapping[Any, Step], config: Config, device: torch.device) 
 
 
 def matmul(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of square matrix products in each format, in turn, and their share of the dense datasheet peak."""
+    """Yield FLOP/s of square matrix products in each format, interleaved, and their share of the dense peak."""
     for n in config.sizes(rank.device.type):
         steps = {d: product(d, n, rank.device) for d in config.dtypes if probing.supported(d, rank.device)}
         slow = {d for d, step in steps.items() if min(measure.time_steps(step, 2, rank.device)) > LONGEST_S}
@@ -161,7 +161,7 @@ def matmul(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def product(dtype: str, n: int, device: torch.device) -> Step:
-    """A product of two n x n matrices of random numbers: on zeros a GPU draws less power and may run faster."""
+    """Return a product of two random n x n matrices: on zeros a GPU draws less power and may run faster."""
     a, b = (torch.randn(n, n, device=device).to(probing.DTYPES[dtype]) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -173,7 +173,7 @@ def product(dtype: str, n: int, device: torch.device) -> Step:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let FP32 matrix products use TF32, or not. A switch of the whole process, for NVIDIA GPUs."""
+    """Allow or forbid TF32 in FP32 matrix products, for the whole process. Affects NVIDIA GPUs only."""
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
     else:  # before torch 2.9
@@ -181,9 +181,9 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def memory(config: Config, rank: Rank) -> Iterator[Record]:
-    """Bytes per second of STREAM's copy a = b and triad a = b + 2c, counted as STREAM does: each array once.
+    """Yield bytes per second of STREAM's copy a = b and triad a = b + 2c, counting each array once as STREAM does.
 
-    A CPU may read a line before it overwrites it and so move more. Source: J. D. McCalpin, STREAM.
+    A CPU may read a cache line before overwriting it, and so move more. Source: J. D. McCalpin, STREAM.
     """
     nbytes = config.array_bytes(rank.device.type)
     a, b, c = (torch.ones(nbytes // 4, device=rank.device) for _ in range(3))
@@ -194,7 +194,7 @@ def memory(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def copies(config: Config, rank: Rank) -> Iterator[Record]:
-    """Bytes per second between host and GPU, from pageable and from pinned memory; nothing on a CPU."""
+    """Yield bytes per second between host and GPU, with pageable and with pinned memory; nothing on a CPU."""
     if rank.device.type == "cpu":
         return
     there = torch.ones(2**24, device=rank.device)  # 64 MiB
@@ -208,19 +208,19 @@ def copies(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def copy_from_pageable(there: Tensor) -> Step:
-    """A copy of the host's memory to the GPU."""
+    """Return a copy from pageable host memory to the GPU."""
     host = torch.ones(there.shape)
     return lambda: there.copy_(host)
 
 
 def copy_from_pinned(there: Tensor) -> Step:
-    """A copy of the host's memory to the GPU."""
+    """Return a copy from pinned host memory to the GPU."""
     host = torch.ones(there.shape, pin_memory=True)
     return lambda: there.copy_(host, non_blocking=True)
 
 
 def operator_times(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of passes through more and more layers that have nothing to compute: the slope is that of an operator."""
+    """Yield seconds of passes through ever more tiny layers: the slope is the time per operator."""
     x = torch.zeros(1, device=rank.device)
     passes = {n: probing.training_step(tiny(n), 1, rank.device) for n in config.depths}
     called = {n: len(operators(step)) for n, step in passes.items()}
@@ -232,18 +232,18 @@ def operator_times(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def tiny(layers: int) -> Workload:
-    """A model of `layers` layers, 8 wide: a pass calls operators that have next to nothing to compute."""
+    """Build `layers` layers of width 8: a pass calls operators with almost nothing to compute."""
     module = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(8, 8), nn.ReLU())))
     return Workload(module, lambda rows: (torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)), cross_entropy)
 
 
 def model_passes(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of a forward and backward pass of each model in FP32, and FLOPs and bytes of each operator it calls."""
+    """Yield FLOP/s of each model's forward and backward pass in FP32, and FLOPs and bytes of each operator."""
     passes = config.passes(rank.device.type)
     steps = {(m, rows): probing.training_step(models.build(m), rows, rank.device) for m, rows in passes}
     seconds = seconds_of(steps, config, rank.device)
     for (model, rows), step in steps.items():
-        calls = operators(step)  # on this device: a fused attention is one operator here
+        calls = operators(step)  # on this device: fused attention is one operator here
         case = {"model": model, "batch_size": rows}
         flop, moved = sum(c.flop for c in calls), sum(c.bytes for c in calls)
         yield rank.record("model_flop_s", "FLOP/s", [flop / s for s in seconds[model, rows]], rank=0, **case)
@@ -258,16 +258,16 @@ def model_passes(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of an all-reduce by message size, slowest rank, and its bus bandwidth; nothing on one rank."""
+    """Yield the slowest rank's seconds of an all-reduce by message size, and its bus bandwidth; nothing on one rank."""
     n = rank.world_size
     buffers = {size: torch.zeros(size // 4, device=rank.device) for size in config.messages() if n > 1}
     found: dict[int, list[float]] = {size: [] for size in buffers}
-    for turn in range(config.samples + 1):  # all sizes in every round: a slow spell of the machine hits all of them
+    for turn in range(config.samples + 1):  # interleaving sizes spreads a slow spell of the machine over all of them
         for size, buffer in buffers.items():
             calls = max(4, min(20, 2**20 // size))
             rank.barrier()
             seconds = probing.block_s(lambda buffer=buffer: dist.all_reduce(buffer), calls, rank.device) / calls
-            found[size] += [seconds] if turn else []  # the first round makes the connections
+            found[size] += [seconds] if turn else []  # the first round opens the connections
     for size, own in found.items():
         seconds = rank.slowest(own)
         if rank.rank == 0:
@@ -290,7 +290,7 @@ cross_entropy = nn.functional.cross_entropy
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one forward and backward pass, and of what bounds it. An operator belongs to the longer of its two."""
+    """Seconds of one forward and backward pass, and of its bounds. An operator counts for the longer of its two."""
 
     name: str
     measured: float
@@ -300,14 +300,14 @@ class Pass:
 
     @property
     def limit(self) -> str:
-        """The part that takes the longest."""
+        """The bound that takes the longest."""
         return max(("arithmetic", "memory", "launches"), key=lambda part: getattr(self, part))
 
 
 def passes(records: Records) -> list[Pass]:
-    """Each timed pass with its bound: FLOPs over the best FP32 rate or bytes over the best bandwidth, by operator.
+    """Return each timed pass with its bounds: per operator, FLOPs / best FP32 rate or bytes / best bandwidth.
 
-    LookupError if matmul, memory, operators or models was not measured.
+    LookupError if matmul, memory, operators or models wasn't measured.
     """
     flop_s = max(rate for r in records.where("matmul_flop_s", dtype="fp32") for rate in r.samples)
     bytes_s = max(rate for r in records.where("memory_b_s") for rate in r.samples)
@@ -331,12 +331,12 @@ def passes(records: Records) -> list[Pass]:
 
 
 def pass_name(model: str, batch_size: int) -> str:
-    """For example "mlp, 64 rows"."""
+    """Name a pass, for example "mlp, 64 rows"."""
     return f"{model.rpartition(':')[2]}, {batch_size} row{'s' * (batch_size > 1)}"
 
 
 def category(records: Records) -> str:
-    """What the rounds of notebook 00 decide, of the parts that were run, each in a word or two."""
+    """Say in a word or two what each round of notebook 00 decides, for the parts that were run."""
     words = []
     if len(records.where("matmul_flop_s", dtype="bf16")):
         side = max(r.case["side"] for r in records.where("matmul_flop_s", dtype="bf16"))
@@ -353,7 +353,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """How fast this device is in each format, how fast bytes move, and what limits each pass, in sentences."""
+    """Yield sentences: this device's speed in each format, its bandwidth, and each pass's limit."""
     best: dict[str, Record] = {}
     for r in records.where("matmul_flop_s"):
         best[r.case["dtype"]] = max(best.get(r.case["dtype"], r), r, key=lambda r: r.value)
@@ -383,7 +383,7 @@ def answer(records: Records) -> Iterator[str]:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        cli.main()  # one rank under torchrun: the speed limits alone
+        cli.main()  # one rank under torchrun: only the speed limits
     else:
         from labs.common.timing.probe_report import main
 

@@ -3,8 +3,8 @@
     python -m labs.loader_memory --nproc 1      |      python -m labs.loader_memory --nproc 1 --paths 1000000
 
 About 10 s on 2 CPU cores. A process builds a data set of paths, starts workers by fork, forkserver or spawn, and lets
-every worker read every path. What all of them hold is added up by PSS, which counts a page shared by n processes as
-1/n in each, and the same without any paths is subtracted. Linux only.
+every worker read every path. The result is the PSS of all these processes, which counts a page shared by n processes as
+1/n in each, minus the PSS of the same run without paths. Linux only.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from labs.kit.record import Record, Records
 Held = Literal["list", "np.array of str", "np.array of bytes", "tensor and offsets"]
 Method = Literal["fork", "forkserver", "spawn"]
 COUNTED = ("Pss_Anon", "Pss_Shmem")
-"""Lines of /proc/PID/smaps_rollup: memory that no file holds, and shared memory."""
+"""Lines of /proc/PID/smaps_rollup that count: anonymous memory and shared memory."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How many paths, held how, in how many workers."""
+    """How many paths, in which container, in how many workers."""
 
     paths: Annotated[int, Ge(1000), Le(10_000_000)] = 250_000
-    """Paths of 36 ASCII characters."""
+    """Number of paths, of 36 ASCII characters each."""
     workers: Annotated[int, Ge(1), Le(64)] = 2
     """num_workers."""
     held: tuple[Held, ...] = get_args(Held)
-    """What holds the paths."""
+    """Containers of the paths to compare."""
     methods: tuple[Method, ...] = get_args(Method)
-    """How workers are started."""
+    """Start methods of the workers."""
     smoke: bool = False
-    """1,000 paths, by fork."""
+    """Use 1,000 paths, and only fork."""
 
     def __post_init__(self) -> None:
         require(bool(self.held and self.methods), "held and methods must each name something")
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput where the kernel doesn't count shares of pages."""
+    """Raise BadInput where the kernel doesn't report PSS."""
     require(os.path.exists("/proc/self/smaps_rollup"), "this experiment needs Linux: only its kernel counts PSS")
 
 
 def pss(pids: Iterable[int]) -> int:
-    """Proportional set size of these processes together, in bytes. Files, such as torch's libraries, are left out."""
+    """Sum the proportional set sizes of these processes, in bytes, without files such as PyTorch's libraries."""
     total = 0
     for pid in pids:
         with open(f"/proc/{pid}/smaps_rollup") as file:
@@ -74,11 +74,11 @@ def pss(pids: Iterable[int]) -> int:
 
 
 def totals(config: Config, method: str, paths: int, answer: Connection) -> None:
-    """Send bytes of the trainer and its workers, by what holds the paths, less those of a data set without paths."""
-    sys.modules["__main__"] = ModuleType("__main__")  # or spawned workers would import the program that started us
+    """Send {container: bytes of trainer and workers, minus those of a data set without paths} through `answer`."""
+    sys.modules["__main__"] = ModuleType("__main__")  # otherwise spawned workers would import our parent's main program
     multiprocessing.set_forkserver_preload(["torch.utils.data", "labs.common.loading.paths"])
     found: dict[str, int] = {}
-    alone: list[int] = []  # bytes of the trainer before each case but the first, which loads what all of them need
+    alone: list[int] = []  # the trainer's bytes before each case except the first, which loads what all of them need
     for held in (NOTHING, *config.held):
         gc.collect()
         give_back()
@@ -89,15 +89,15 @@ def totals(config: Config, method: str, paths: int, answer: Connection) -> None:
         with running(loader) as batches:
             workers = {next(batches) for _ in range(config.workers)}
             give_back()
-            left_over = alone[-1] - alone[0] if alone else 0  # by the cases before
+            left_over = alone[-1] - alone[0] if alone else 0  # left by earlier cases
             found[held] = pss({*workers, os.getpid()}) - left_over
         del data, loader, batches
     answer.send({held: size - found[NOTHING] for held, size in found.items() if held != NOTHING})
-    answer.recv()  # while others measure, the pages that they share with this process must stay shared
+    answer.recv()  # stay alive while others measure, so that shared pages stay shared
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each start method in a process of its own. Those that don't fork run at the same time: they share no pages."""
+    """Measure each start method in a separate process. All but fork run at the same time: they share no pages."""
     if rank.rank == 0:
         paths, methods = (1000, ("fork",)) if config.smoke else (config.paths, config.methods)
         groups = [[m for m in methods if m == "fork"], [m for m in methods if m != "fork"]]
@@ -112,7 +112,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def in_processes(config: Config, methods: Sequence[str], paths: int) -> dict[str, dict[str, int]]:
-    """`totals` of a forked process for each method."""
+    """Run `totals` for each method in a forked process; return the results by method."""
     fork = multiprocessing.get_context("fork")
     children = {}
     for method in methods:
@@ -133,7 +133,7 @@ def in_processes(config: Config, methods: Sequence[str], paths: int) -> dict[str
 
 
 def total_mb(records: Records) -> dict[str, dict[str, float]]:
-    """{held: {method: MB}}."""
+    """Return {container: {method: MB}}."""
     found: dict[str, dict[str, float]] = {}
     for r in records.where("total_bytes"):
         found.setdefault(r.case["held"], {})[r.case["method"]] = r.value / 1e6
@@ -141,14 +141,14 @@ def total_mb(records: Records) -> dict[str, dict[str, float]]:
 
 
 def category(records: Records) -> str:
-    """What takes the most and the least memory, by start method."""
+    """Name the containers with the most and the least memory, by start method."""
     by = total_mb(records)
     methods = next(iter(by.values()))
     return "; ".join(f"{m}: {max(by, key=lambda h: by[h][m])}, {min(by, key=lambda h: by[h][m])}" for m in methods)
 
 
 def answer(records: Records) -> Iterator[str]:
-    """MB of each case."""
+    """Yield MB of each case."""
     case = records.where("total_bytes")[0].case
     yield f"{case['paths']:,} paths, {case['workers']} workers: MB in all processes together."
     for held, by in total_mb(records).items():

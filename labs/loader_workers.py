@@ -2,9 +2,9 @@
 
     python -m labs.loader_workers --nproc 1      |      python -m labs.loader_workers --nproc 1 --model-rate 1.5
 
-About 8 s on 2 CPU cores. Two data sets: photos, whose items compute (a JPEG is decoded), and items that wait as for a
-server. The model is a stand-in for a GPU: its step sleeps, and takes no core from the workers. It takes `model_rate`
-times as many items as one worker gives, so the rule asks for that number of workers, rounded up.
+About 8 s on 2 CPU cores. Compares two data sets: photos, whose items compute (they decode a JPEG), and items that wait,
+as for a server. The model stands in for a GPU: its step sleeps, so it takes no core from the workers. It consumes
+`model_rate` times as many items as one worker delivers, so the rule asks for that many workers, rounded up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 FED = 0.9
-"""Share of its own rate from which on we call a model fed: to hand a batch over takes some time."""
-CPU = torch.device("cpu")  # the step sleeps on the host: there is nothing to synchronise
+"""A model counts as fed if it reaches this share of its rate: handing over a batch takes some time."""
+CPU = torch.device("cpu")  # the step sleeps on the host, so there is nothing to synchronise
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Config:
     """How fast the model is, how items are made, and how long to measure."""
 
     model_rate: Annotated[float, Gt(0), Le(16)] = 2.5
-    """Rate of the model, as a multiple of one worker's."""
+    """The model's rate, as a multiple of one worker's."""
     wait_ms: Annotated[float, Gt(0)] = 6.0
-    """How long an item of the second data set waits, in ms."""
+    """Waiting time per item of the second data set, in ms."""
     batch_size: Annotated[int, Ge(1)] = 8
     """Items per batch."""
     cores: Annotated[int, Ge(0)] = 2
     """CPU cores that the workers may use; 0: all."""
     rounds: Annotated[int, Ge(2)] = 2
-    """Times that each number of workers takes its turn."""
+    """Number of rounds; each number of workers takes one turn per round."""
     smoke: bool = False
-    """Two rounds, with batches of one item."""
+    """Run two rounds, with batches of one item."""
 
 
 class Remote(Dataset):
@@ -64,12 +64,12 @@ class Remote(Dataset):
 
 
 def workers_needed(model_rate: float, worker_rate: float) -> int:
-    """Workers that feed the model, if each delivers `worker_rate` whatever the others do. Both in the same unit."""
+    """Return how many workers feed the model if each delivers `worker_rate` regardless of the others. Same units."""
     return math.ceil(model_rate / worker_rate)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Items per second of one worker, then the share of its own rate that the model reaches with 1, 2, ... workers."""
+    """Yield one worker's items per second, then the share of its rate that the model reaches with 1, 2, ... workers."""
     if rank.rank == 0:
         with feed.on_cores(rank, config.cores):
             yield from measured(config, rank)
@@ -77,7 +77,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def measured(config: Config, rank: Rank) -> Iterator[Record]:
-    """In turn, round by round: one worker alone sets the pace of the model in the rest of its round."""
+    """Measure in rounds: one worker alone sets the model's rate for the rest of its round."""
     sets = {"compute": photos(), "wait": Remote(config.wait_ms / 1e3)}
     needed = workers_needed(config.model_rate, 1)
     tried = range(1, needed + 2)
@@ -105,25 +105,25 @@ def measured(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def rate(data: Dataset, workers: int, batch: int, step: Callable[[Any], None] | None, least_s: float) -> float:
-    """Items per second of a fresh loader, with `step` after each batch; what was ready before is not counted."""
+    """Return items per second of a fresh loader with `step` after each batch; batches ready beforehand don't count."""
     with feed.running(feed.endless(data, workers, batch)) as batches:
         skip, fewest = feed.ready(workers), 2 * workers
         return feed.drive(batches, step, fewest, CPU, skip=skip, wave=workers, least_s=least_s).parts(1)[0][1]
 
 
 def enough(records: Records, items: str) -> int | None:
-    """The fewest workers tried that feed the model; None if none of them do."""
+    """Return the fewest workers tried that feed the model; None if none do."""
     found = sorted(records.where("model_share", items=items), key=lambda r: r.case["workers"])
     return next((r.case["workers"] for r in found if r.value >= FED), None)
 
 
 def category(records: Records) -> str:
-    """How many workers feed the model, for items that wait and for items that compute."""
+    """Say how many workers feed the model, for items that wait and for items that compute."""
     return ", ".join(f"{items}: {enough(records, items) or 'never'}" for items in ("wait", "compute"))
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What the rule asks for, and which number was enough."""
+    """Yield what the rule asks for, and how many workers were enough."""
     needed = records.one("workers_needed")
     yield f"A model {needed.case['model_rate']:g} times as fast as one worker should need {needed.value:.0f} workers."
     for items in ("wait", "compute"):

@@ -3,9 +3,9 @@
     python -m labs.loss_scaling --nproc 1
     torchrun --nproc-per-node 1 -m labs.loss_scaling --cases right "clip before unscale_" --init-scale 65536
 
-About 3 s on 2 CPU cores. A small model trains in FP16, from a scale that is too large at first. Every case takes the
-same batches; each but the first holds one mistake. Signs are counted from outside, and the weights are compared with
-those of training in FP32 on the batches that the right case did not skip.
+About 3 s on 2 CPU cores. A small model trains in FP16, starting from too large a scale. All cases use the same batches;
+each but the first contains one mistake. The run counts signs visible from outside, and compares the weights with an
+FP32 run on the batches that the right case did not skip.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ Case = Literal[
 ]
 MICRO_BATCHES, GROWTH_INTERVAL = 2, 6
 TOLERANCE = 4 * 2.0**-11
-"""How far weights may be from FP32's, relative to how far those moved: a few times FP16's rounding."""
+"""Largest accepted distance from FP32's weights, relative to how far those moved: a few FP16 roundings."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which cases, and how long."""
+    """Which cases, and for how long."""
 
     cases: tuple[Case, ...] = Case.__args__
-    """The first one is right; each of the others holds one mistake."""
+    """Cases to train: "right" is correct, each of the others contains one mistake."""
     steps: Annotated[int, Ge(1)] = 20
-    """Steps of every case."""
+    """Steps of each case."""
     rows: Annotated[int, Ge(1)] = 8
     """Rows of a micro-batch; a step takes two."""
     max_norm: Annotated[float, Gt(0)] = 4.0
-    """Largest norm of a gradient; longer ones are clipped."""
+    """Clip gradients to this norm."""
     init_scale: Annotated[float, Gt(0)] = 2.0**24
-    """The scale at first. GradScaler's default is 65,536."""
+    """The initial scale. GradScaler's default is 65,536."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Does the same: it is short as it is."""
+    """Has no effect: the run is short anyway."""
 
     def __post_init__(self) -> None:
         require(self.cases[:1] == ("right",), "cases must begin with right: the others are compared with it")
 
 
 def perceptron() -> nn.Module:
-    """256-128-10 with GELU: smooth, because a ReLU that rounding flips would differ by more than the mistakes do."""
+    """Build 256-128-10 with GELU. Rounding can flip a ReLU, which would hide the mistakes; GELU is smooth."""
     return nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 10))
 
 
 def make_batch(rows: int) -> tuple[Tensor, Tensor]:
-    """Random rows, and labels that a model can learn."""
+    """Draw random rows, and labels that a model can learn."""
     x = torch.randn(rows, 256)
     return x, x[:, :100].reshape(rows, 10, 10).sum(2).argmax(1)
 
@@ -82,18 +82,18 @@ class Seen:
     """What a case did, step by step."""
 
     scale: list[float] = field(default_factory=list)
-    """Before the step."""
+    """Scale before each step."""
     skipped: list[bool] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
     """The norm that clip_grad_norm_ returned."""
     lr: float = 0.0
     """The learning rate at the end."""
     warned: int = 0
-    """How many warnings torch gave."""
+    """Number of warnings that PyTorch issued."""
 
 
 def start(config: Config, rank: Rank) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """A new model, its optimizer, and a learning rate that falls with each step."""
+    """Return a new model, its optimizer, and a scheduler that lowers the learning rate with each step."""
     torch.manual_seed(config.seed)
     model = perceptron().to(rank.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -101,7 +101,7 @@ def start(config: Config, rank: Rank) -> tuple[nn.Module, torch.optim.Optimizer,
 
 
 def train(case: Case, batches: list[list[tuple[Tensor, Tensor]]], config: Config, rank: Rank) -> tuple[Seen, nn.Module]:
-    """Train in FP16 with accumulation and clipping. Every mistake is one of the lines that name its case."""
+    """Train in FP16 with accumulation and clipping. Every mistake is on the lines that name its case."""
     model, optimizer, scheduler = start(config, rank)
     scaler, seen, steps = GradScaler(rank.device.type, config.init_scale, growth_interval=GROWTH_INTERVAL), Seen(), []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
@@ -135,7 +135,7 @@ def train(case: Case, batches: list[list[tuple[Tensor, Tensor]]], config: Config
 
 
 def train_fp32(batches: list[list[tuple[Tensor, Tensor]]], config: Config, rank: Rank) -> tuple[list[float], nn.Module]:
-    """The same training in FP32; returns the norms that clipping saw, and the model."""
+    """Train the same way in FP32; return the gradient norms before clipping, and the model."""
     model, optimizer, scheduler = start(config, rank)
     norms = []
     for micro_batches in batches:
@@ -149,7 +149,7 @@ def train_fp32(batches: list[list[tuple[Tensor, Tensor]]], config: Config, rank:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 trains every case; other ranks wait."""
+    """Train every case on rank 0 while the other ranks wait."""
     if rank.rank == 0:
         torch.manual_seed(config.seed + 1)
         batches = [
@@ -191,29 +191,29 @@ def _cases(batches: list[list[tuple[Tensor, Tensor]]], config: Config, rank: Ran
 
 
 def vector(model: nn.Module) -> Tensor:
-    """All parameters, flat."""
+    """Return all parameters as one flat vector."""
     return parameters_to_vector(model.parameters()).detach().clone()
 
 
 def _number(ratio: Tensor) -> float:
-    """A record holds no NaN: 1e9 is written for what is not finite."""
+    """Return the ratio as a float; records can't hold NaN or infinity, so those become 1e9."""
     return ratio.item() if math.isfinite(ratio) else 1e9
 
 
 def as_fp32(records: Records, case: str) -> bool:
-    """Whether this case ends with FP32's weights, up to rounding."""
+    """Return whether this case ends with FP32's weights, up to rounding."""
     return records.one("weight_error", case=case).value <= TOLERANCE
 
 
 def category(records: Records) -> str:
-    """Whether the right case trains as FP32, and no other one does."""
+    """Say whether only the right case trains like FP32."""
     cases = [r.case["case"] for r in records.where("weight_error")]
     found = [as_fp32(records, case) for case in cases]
     return "only the right one trains as FP32" if found[0] and not any(found[1:]) else "other"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What each case did, and whether its weights are FP32's."""
+    """Yield what each case did, and whether its weights match FP32's."""
     for r in records.where("weight_error"):
         case = r.case["case"]
         steps, scale = (records.one("count", case=case, sign=s).value for s in ("steps taken", "scale at the end"))

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 -m labs.measure_validation --parts planted
 
 About 14 s on 2 CPU cores. Rank 0 measures, the others wait. Two parts:
-  planted     the same work, twice, and 5 % more of it, in turn: how many comparisons of n pairs find which?
-  neighbour   the same work against itself, while another program arrives halfway: in blocks, and in turn
+
+  planted     interleaves the same work twice and 5 % more of it: how many comparisons of n pairs find a difference?
+  neighbour   compares work with itself while another program arrives halfway: one after the other, and interleaved
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from labs.kit.hardware import require_shareable
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-UNITS = 100  # of work in a step, so that one unit more is 1 %
-ARMS = {"A": 0, "A again": 0, "+5 %": 5}  # units more than UNITS
+UNITS = 100  # units of work in a step: one unit is 1 %
+ARMS = {"A": 0, "A again": 0, "+5 %": 5}  # units added to UNITS
 PAIRS = (5, 10, 20, 40)
-LONG_STEP_S = 20e-3  # beside another program: far longer than a slice of the scheduler (3 ms)
+LONG_STEP_S = 20e-3  # beside another program: far longer than the scheduler's time slice (3 ms)
 ORDERS = ("one after the other", "in turn")
 
 
@@ -38,17 +39,17 @@ class Config:
     """What to validate and how often."""
 
     parts: tuple[str, ...] = ()
-    """What to do, of planted, neighbour. Default: both."""
+    """Any of planted, neighbour. Default: both."""
     seconds: Annotated[float, Gt(0)] = 8.0
-    """Time for the planted slowdown, in s: a slower machine makes fewer comparisons."""
+    """Time for the planted slowdown, in s; a slower machine makes fewer comparisons."""
     step_ms: Annotated[float, Ge(0.5), Le(1000)] = 1.0
-    """About the duration of the step that work is added to."""
+    """Approximate duration of a step, in ms."""
     rounds: Annotated[int, Ge(6)] = 24
-    """Times that A and B run beside the neighbour, half of them before it arrives."""
+    """Rounds of A and B with a neighbour; it arrives after half of them."""
     seed: int = 0
-    """Draws the order of the arms in each round."""
+    """Seed for the order of the arms in each round."""
     smoke: bool = False
-    """Few rounds."""
+    """Run only a few rounds."""
 
     def __post_init__(self) -> None:
         wrong = sorted(set(self.parts) - set(PARTS))
@@ -56,7 +57,7 @@ class Config:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each part on rank 0, the other ranks idle."""
+    """Run each part on rank 0 while the other ranks idle."""
     for name, part in PARTS.items():
         if name in (config.parts or PARTS) and rank.rank == 0:
             yield from part(config, rank)
@@ -64,10 +65,10 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def work_of(unit_s: float, device: torch.device) -> Callable[[int], None]:
-    """`work(k)` does k equal matrix products of about `unit_s` seconds each."""
+    """Return `work(k)`, which does k equal matrix products of about `unit_s` seconds each."""
     side = 128 if device.type == "cpu" else 1024  # on a GPU a product must outlast its launch
     weight, rows = torch.randn(side, side, device=device), side
-    for _ in range(3):  # time is proportional to the rows, but not quite
+    for _ in range(3):  # time grows almost, but not exactly, in proportion to the rows
         x, out = torch.randn(rows, side, device=device), torch.empty(rows, side, device=device)
 
         def work(k: int, x: torch.Tensor = x, out: torch.Tensor = out) -> None:
@@ -80,7 +81,7 @@ def work_of(unit_s: float, device: torch.device) -> Callable[[int], None]:
 
 
 def planted(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of each arm, in turn, and for each comparison of n pairs whether its interval shows a slowdown."""
+    """Yield interleaved seconds of each arm, and whether each comparison of n pairs detects a difference."""
     work = work_of((0.5 if config.smoke else config.step_ms) / 1e3 / UNITS, rank.device)
     steps = {arm: functools.partial(work, UNITS + more) for arm, more in ARMS.items()}
     measure.warm_up(steps["A"], rank.device)
@@ -97,13 +98,13 @@ def planted(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def comparisons(a: Sequence[float], b: Sequence[float], pairs: int) -> list[measure.Estimate]:
-    """Ratio of `b` to `a` in each window of `pairs` rounds; a rest that does not fill a window is left out."""
+    """Return the ratio of `b` to `a` in each full window of `pairs` rounds."""
     starts = range(0, len(a) - pairs + 1, pairs)
     return [measure.paired_ratio(b[i : i + pairs], a[i : i + pairs], resamples=499) for i in starts]
 
 
 def neighbour(config: Config, rank: Rank) -> Iterator[Record]:
-    """A against the same A while another program arrives halfway: all of one after all of the other, then in turn."""
+    """Compare A with itself while another program arrives halfway: first one after the other, then interleaved."""
     rounds = 6 if config.smoke else config.rounds
     with neighbour_on(rank.device) as (arrive, leave):
         work = work_of(LONG_STEP_S / UNITS, rank.device)
@@ -127,7 +128,7 @@ def neighbour(config: Config, rank: Rank) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def neighbour_on(device: torch.device) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Yields (arrive, leave) of another process that multiplies matrices on `device`, on the same CPU core.
+    """Yield (arrive, leave) of another process that multiplies matrices on `device`, on the same CPU core.
 
     Call it before this process computes: on a CPU, the process is forked. BadInput for a GPU in exclusive-process mode.
     """
@@ -156,7 +157,7 @@ PARTS = {"planted": planted, "neighbour": neighbour}
 
 
 def same_code(records: Records) -> dict[str, measure.Estimate]:
-    """{order: B over A beside the neighbour}; both are the same work. Blocks have no pairs: i-th over i-th."""
+    """Return {order: B over A with the neighbour}; both are the same work. The i-th samples form pairs."""
     found = {}
     for order in ORDERS:
         b, a = (records.one("step_s", part="neighbour", order=order, side=side).samples for side in "BA")
@@ -165,25 +166,25 @@ def same_code(records: Records) -> dict[str, measure.Estimate]:
 
 
 def detection(records: Records, arm: str) -> dict[int, measure.Estimate]:
-    """{pairs: share of the comparisons that show a difference of `arm`, with its 95 % Wilson interval}."""
+    """Return {pairs: share of comparisons that detect `arm`, with its 95 % Wilson interval}."""
     return {r.case["pairs"]: measure.proportion(round(sum(r.samples)), len(r.samples))
             for r in records.where("found", arm=arm)}  # fmt: skip
 
 
 def fewest_pairs(records: Records, arm: str = "+5 %", power: float = 0.8) -> int | None:
-    """The fewest pairs tried that surely find `arm` in `power` of the comparisons: by the low end of the share."""
+    """Return the fewest pairs whose share of detections is at least `power`, even at its lower bound; else None."""
     return min((pairs for pairs, share in detection(records, arm).items() if share.low >= power), default=None)
 
 
 def category(records: Records) -> str:
-    """Whether each order is off by more than 10 %, and whether 5 or 10 pairs are enough to find 5 %."""
+    """Say whether each order is off by more than 10 %, and whether 10 pairs are enough to find 5 %."""
     off = {order: "off" if abs(ratio.value - 1) > 0.1 else "right" for order, ratio in same_code(records).items()}
     said = ", ".join(f"{order}: {word}" for order, word in off.items())
     return f"{said}; 10 pairs {'find' if (fewest_pairs(records) or 99) <= 10 else 'miss'} 5 %"
 
 
 def answer(run: Records) -> Iterator[str]:
-    """What another program does to the same code, and how many pairs find 5 %."""
+    """Yield what another program does to the same code, and how many pairs find 5 %."""
     if run.where("step_s", part="neighbour"):
         for order, ratio in same_code(run).items():
             yield f"Another program arrives halfway, the same code {order}: {ratio}."

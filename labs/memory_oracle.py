@@ -3,9 +3,9 @@
     python -m labs.memory_oracle
     python -m labs.memory_oracle --model my_package.my_module:factory --batch 32 --precision bf16 --memory-gb 24
 
-About 10 s on 2 CPU cores. The step is traced on tensors that have shapes and no memory, by a GPU's rules, so no GPU is
-needed. A trace counts tensors. It leaves out the workspace of kernels, CUDA's context and fragmentation. Steps that
-this device can hold are also really trained: on a CPU a small BERT, on a GPU your model and three more.
+About 10 s on 2 CPU cores; needs no GPU. Traces the step by a GPU's rules on tensors that have a shape but no storage. A
+trace counts tensors, not kernel workspace, CUDA's context or fragmentation. Steps that fit this device also run for
+real: on a CPU a small BERT, on a GPU your model and three more.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from labs.kit.record import Record, Records
 
 BERT = "bert_large"
 SMALL = {"tiny_bert": "labs.common.models.large_models:tiny_bert"}
-POINTS = 150  # of a timeline, at most
-HEADROOM = 1.2  # a step really runs on a GPU where this many times its peak is free
+POINTS = 150  # at most, per timeline
+HEADROOM = 1.2  # run a step on a GPU only if this many times its peak is free
 CHECKS = (("resnet152", resnet, 0, 64, "momentum"), (BERT, bert, 128, 70, "adam"), (BERT, bert, 128, 16, "adam"))
-"""Model, factory, tokens, rows and optimizer of steps that a GPU really runs beside their traces."""
+"""Steps that a GPU runs beside their traces: model, factory, tokens, rows, optimizer."""
 SMOKE = {"policies": ("none",), "tokens": 64}
 
 
@@ -42,21 +42,21 @@ class Config:
     model: str = BERT
     """bert_large, one of labs.models.MODELS, or package.module:factory."""
     tokens: Annotated[int, Ge(8)] = 512
-    """Tokens in a sequence of bert_large."""
+    """Tokens per sequence of bert_large."""
     batch: Annotated[int, Ge(1)] = 8
-    """Rows of a step; for bert_large, sequences."""
+    """Rows per step; for bert_large, sequences."""
     optimizer: Literal["adam", "fused_adam", "momentum", "sgd"] = "adam"
     """AdamW, AdamW(fused=True), or SGD with or without momentum."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """16-bit formats by autocast."""
+    """16-bit formats use autocast."""
     policies: tuple[str, ...] = ("none", "block")
-    """What is recomputed in backward: none, block, stage, segments:4 (or another number), selective."""
+    """What backward recomputes: none, block, stage, segments:4 (or another number), selective."""
     micro_batches: Annotated[int, Ge(1)] = 1
-    """Parts of the batch whose gradients are added up."""
+    """Parts of the batch whose gradients are accumulated."""
     memory_gb: float | None = None
-    """Look for the largest batch that fits in so many GB of 10^9 bytes."""
+    """Find the largest batch that fits in this many GB of 10^9 bytes."""
     smoke: bool = False
-    """Short sequences, and nothing recomputed."""
+    """Use short sequences, without recomputation."""
 
     def __post_init__(self) -> None:
         require(len(self.policies) > 0, "policies must name one at least, such as none")
@@ -74,14 +74,14 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if your model can't be traced, or recomputed as asked."""
+    """Raise BadInput if the model can't be traced, or doesn't support a policy."""
     if config.model != BERT:
         for policy in config.policies:
             oracle.step(config.model, max(2, config.micro_batches), policy=policy)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Traces on rank 0, then the steps that this device can hold."""
+    """Trace the steps on rank 0, then run those that fit this device."""
     if rank.rank:
         return
     target = {"optimizer": config.optimizer, "precision": config.precision, "micro_batches": config.micro_batches}
@@ -112,7 +112,7 @@ def _peak(rank: Rank, trace: oracle.Trace, case: dict) -> Iterator[Record]:
 
 
 def _timeline(rank: Rank, trace: oracle.Trace, case: dict) -> Iterator[Record]:
-    """A series for each phase and category: moments of the step, in order."""
+    """Yield one series per phase and category: bytes over the course of the step."""
     for phase, points in itertools.groupby(trace.curve(POINTS), key=lambda p: p[1]):
         _, _, sizes = zip(*points, strict=True)
         for c in oracle.CATEGORIES:
@@ -128,7 +128,7 @@ def _cards(rank: Rank, trace: oracle.Trace, case: dict) -> Iterator[Record]:
 
 
 def _real_steps(config: Config, rank: Rank) -> Iterator[Record]:
-    """Peaks that this device's allocator saw, beside a trace by this device's rules."""
+    """Yield peaks measured by this device's allocator, beside traces by this device's rules."""
     if rank.device.type == "cpu":
         for policy in config.policies if set(config.policies) <= {"none", "block"} else ("none",):
             yield from _real_step(rank, "tiny_bert", SMALL["tiny_bert"], 0, 32, optimizer="adam", policy=policy)
@@ -146,9 +146,9 @@ def _real_step(rank: Rank, name: str, source: oracle.Source, seq: int, rows: int
 
 
 def _measured(rank: Rank, source: oracle.Source, trace: oracle.Trace, case: dict, **given: str) -> Iterator[Record]:
-    """The step of `trace` really run, if this device has room for it."""
+    """Run the traced step for real if this device has room for it, and yield its memory."""
     if rank.device.type == "cuda":
-        torch.cuda.empty_cache()  # what earlier models left would not count as free
+        torch.cuda.empty_cache()  # cached blocks of earlier models wouldn't count as free
         if trace.peak_bytes * HEADROOM > torch.cuda.mem_get_info(rank.device)[0]:
             return
     found = oracle.measured(source, trace.rows, rank.device, **given)
@@ -162,7 +162,7 @@ def _measured(rank: Rank, source: oracle.Source, trace: oracle.Trace, case: dict
 
 
 def errors(records: Records) -> dict[str, float]:
-    """How far the trace of each step that really ran is off, as a share of what was measured."""
+    """Return each real step's trace error, relative to the measurement."""
     found = {}
     for r in records.where("measured_bytes"):
         traced = sum(p.value for p in records.where("peak_bytes", **r.case))
@@ -171,7 +171,7 @@ def errors(records: Records) -> dict[str, float]:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """How much, of what, on which cards, how large a batch; and how far the oracle is off."""
+    """Yield the peak and its parts, the cards that fit, the largest batch, and the oracle's error."""
     for at in records.where("peak_op", part="model"):
         case = {k: v for k, v in at.case.items() if k not in ("phase", "op")}
         parts = {r.case["category"]: r.value for r in records.where("peak_bytes", **case)}

@@ -3,8 +3,8 @@
     python -m labs.memory_remedies
     python -m labs.memory_remedies --tokens 256 --batch 4
 
-About 10 s on 2 CPU cores. A BERT of four layers, whose attention is written out, trains in FP32 with AdamW. Each remedy
-changes one thing. The peak is the oracle's, by a GPU's rules; the time is measured on this device, all ways in turn.
+About 10 s on 2 CPU cores. A four-layer BERT with unfused attention trains in FP32 with AdamW. Each remedy changes one
+thing. The peak is the oracle's, by a GPU's rules; times are measured on this device, with all remedies interleaved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-SHAPE = BertShape(layers=4, hidden=128, heads=4, vocabulary=512, places=512, dropout=0.0)  # with it, no CPU fuses
+SHAPE = BertShape(layers=4, hidden=128, heads=4, vocabulary=512, places=512, dropout=0.0)  # dropout prevents CPU fusion
 REMEDIES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "fused attention": {"attention": "sdpa"},
@@ -37,7 +37,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "BF16 autocast": {"precision": "bf16"},
     "each layer recomputed": {"policy": "block"},
 }
-"""What each changes: the attention of the model, or conditions of the step."""
+"""What each remedy changes: the model's attention, or conditions of the step."""
 RECOMPUTE = "each layer recomputed"
 SMOKE = {"tokens": 16, "batch": 4, "rounds": 6}
 
@@ -47,28 +47,28 @@ class Config:
     """How large a step is, and how long to measure."""
 
     tokens: Annotated[int, Ge(8), Le(512)] = 128
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: Annotated[int, Ge(4)] = 8
-    """Sequences of a step."""
+    """Sequences per step."""
     rounds: Annotated[int, Ge(6)] = 12
-    """Times that each way takes its turn."""
+    """Number of rounds; each remedy takes one turn per round."""
     seed: int = 0
     """Seed of the model and the data."""
     smoke: bool = False
-    """Short sequences and six rounds."""
+    """Use short sequences and six rounds."""
 
     def __post_init__(self) -> None:
         require(self.batch % 4 == 0, f"batch must be a multiple of 4, for 4 equal micro-batches, not {self.batch}")
 
 
 def source(config: Config, attention: str = "eager") -> Workload:
-    """The model with written-out ("eager") or fused ("sdpa") attention."""
+    """Build the model with unfused ("eager") or fused ("sdpa") attention."""
     torch.manual_seed(config.seed)
     return bert(replace(SHAPE, attention=attention), config.tokens)
 
 
 def training_step(config: Config, remedy: dict[str, Any], device: torch.device) -> Callable[[], object]:
-    """A step of AdamW under a remedy."""
+    """Return an AdamW step under a remedy."""
     changed = {"attention": "eager", "precision": "fp32", "policy": "none", "micro_batches": 1} | remedy
     workload = source(config, changed["attention"])
     module = recompute(copy.deepcopy(workload.module).to(device), changed["policy"])
@@ -81,7 +81,7 @@ def training_step(config: Config, remedy: dict[str, Any], device: torch.device) 
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Peak bytes by category of each remedy, then steps in turn."""
+    """Yield each remedy's peak bytes by category, then interleaved step times."""
     for done, (name, remedy) in enumerate(REMEDIES.items()):
         rank.progress(done, len(REMEDIES) + 1, name)
         conditions = {k: v for k, v in remedy.items() if k != "attention"}
@@ -96,18 +96,18 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def peaks(records: Records) -> dict[str, float]:
-    """Peak bytes of each remedy."""
+    """Return peak bytes by remedy."""
     return {name: sum(r.value for r in records.where("peak_bytes", remedy=name)) for name in REMEDIES}
 
 
 def price(records: Records, remedy: str, over: str = "as it is") -> measure.Estimate:
-    """Seconds of a step with this remedy over one with another, round by round."""
+    """Return the step time with this remedy over another, paired by round."""
     step_s = {r.case["remedy"]: r.samples for r in records.where("step_s")}
     return measure.paired_ratio(step_s[remedy], step_s[over])
 
 
 def category(records: Records) -> str:
-    """Whether recomputing costs more time than fused attention and micro-batches do."""
+    """Say whether recomputing takes more time than fused attention and micro-batches."""
     found = [price(records, RECOMPUTE, over) for over in ("fused attention", "4 micro-batches")]
     if all(ratio.low > 1 for ratio in found):
         return "recomputing costs most"
@@ -115,7 +115,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What each remedy leaves of the peak, and its time."""
+    """Yield each remedy's share of the original peak, and its relative time."""
     peak = peaks(records)
     yield f"The step takes {peak['as it is'] / 1e6:.1f} MB at its peak, as it is (modelled for a GPU)."
     for name in list(REMEDIES)[1:]:

@@ -3,8 +3,9 @@
     python -m labs.mixed_precision --nproc 1
     torchrun --nproc-per-node 1 -m labs.mixed_precision --models my_package.my_module:factory --formats bf16
 
-About 7 s on 2 CPU cores. All formats that the device has take turns: training steps of each model, then square matrix
-products by size, with matrices that are in 16 bits already and with FP32 matrices that autocast casts first.
+About 7 s on 2 CPU cores. Interleaves all formats that the device supports: first training steps of each model, then
+square matrix products by size, both with matrices already in 16 bits and with FP32 matrices that are cast first, as
+autocast does.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from labs.kit.record import Record, Records
 
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
 ROWS = {"cnn": 8, "char_gpt": 8}
-"""Rows per step on a CPU; 64 of other models."""
+"""Rows per step on a CPU; 64 for other models."""
 GPU_ROWS = 16
-"""Times as many on a GPU, which a small batch leaves idle."""
+"""Factor for the rows on a GPU, which a small batch would leave idle."""
 LEAST = 9
-"""Rounds, however slow the machine is: fewer make wide intervals."""
+"""Minimum number of rounds; fewer would make wide intervals."""
 MODELS_SHARE = 0.75
-"""Of the time; the rest is for matrix products."""
+"""The models' share of the time; the rest is for matrix products."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What to run in which formats, and for how long."""
+    """What to run, in which formats, and for how long."""
 
     models: tuple[str, ...] = ("cnn", "char_gpt", "mlp")
-    """Of labs.models.MODELS, or package.module:factory."""
+    """Keys of labs.models.MODELS, or package.module:factory."""
     formats: tuple[Format, ...] = ()
-    """By default all that the device has. fp32 is always among them."""
+    """Default: all that the device supports. fp32 always runs."""
     batch_size: Annotated[int, Ge(0)] = 0
-    """Rows per step; 0 takes 8 of the CNN and the GPT and 64 of other models, on a GPU 16 times as many."""
+    """Rows per step. 0: 8 for the CNN and the GPT, 64 for other models; 16 times as many on a GPU."""
     sides: tuple[int, ...] = ()
-    """Sides of the square matrices; by default 64 and 256 on a CPU, 256 to 8192 on a GPU."""
+    """Side lengths of the square matrices. Default: 64 and 256 on a CPU, 256 to 8192 on a GPU."""
     seconds: float = 4.0
-    """Time for all rounds, in s. A slower machine takes fewer rounds, at least 9, and has wider intervals."""
+    """Total time for all rounds, in s. A slower machine runs fewer rounds (at least 9), so its intervals are wider."""
     rounds: int | None = None
-    """Times that each format takes its turn; by default as many as fit into `seconds`."""
+    """Number of rounds; each format takes one turn per round. Default: as many as fit into `seconds`."""
     seed: int = 0
-    """Seed of the models and of the data."""
+    """Seed of the models and the data."""
     smoke: bool = False
-    """Two rounds, small batches and matrices."""
+    """Run two rounds with small batches and matrices."""
 
     def __post_init__(self) -> None:
         require(bool(self.models), f"models must name some of {', '.join(models.MODELS)}")
@@ -66,7 +67,7 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if a model cannot be built, or has parameters that are not FP32."""
+    """Raise BadInput if a model can't be built, or has parameters that aren't FP32."""
     for name in config.models:
         found = {p.dtype for p in models.build(name).module.parameters()} - {torch.float32}
         kind = str(min(found, key=str)).removeprefix("torch.") if found else ""
@@ -74,13 +75,13 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def training_step(workload: models.Workload, name: Format, batch: tuple, device: torch.device) -> Callable[[], object]:
-    """A step of SGD in the format `name`. The learning rate is 0, so all formats train the same parameters."""
+    """Return an SGD step in the format `name`. With learning rate 0, all formats train the same parameters."""
     optimizer, scaling = torch.optim.SGD(workload.module.parameters(), lr=0.0), scaler(name, device)
     return lambda: whole_batch_step(name, workload.module, workload.loss, batch, optimizer, scaling)
 
 
 def products(side: int, formats: list[Format], device: torch.device) -> dict[tuple[Format, bool], Callable[[], object]]:
-    """A product of two square matrices by (format, casts): with casts, from FP32 matrices, as autocast does it."""
+    """Return square matrix products by (format, casts); with casts, they start from FP32 matrices as under autocast."""
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     steps = {(f, False): probing.matmul_step(f, side, device) for f in formats}
     lowered = {f: probing.DTYPES[f] for f in formats if f in ("bf16", "fp16")}
@@ -88,7 +89,7 @@ def products(side: int, formats: list[Format], device: torch.device) -> dict[tup
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 measures alone; other ranks wait."""
+    """Measure on rank 0 while the other ranks wait."""
     if rank.rank == 0:
         able = [f for f in probing.DTYPES if probing.supported(f, rank.device)]
         for name in config.formats:
@@ -100,7 +101,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def rounds_of(config: Config, part: float) -> int | measure.Budget:
-    """2 in a smoke run, `config.rounds` if given, otherwise what fits into this `part` of the seconds."""
+    """Return 2 in a smoke run, `config.rounds` if given, otherwise what fits into this `part` of the time."""
     return 2 if config.smoke else config.rounds or measure.Budget(part * config.seconds, least=LEAST)
 
 
@@ -129,7 +130,7 @@ def _products(config: Config, formats: list[Format], rank: Rank) -> Iterator[Rec
     sides = (64,) if config.smoke else config.sides or usual
     rounds = rounds_of(config, (1 - MODELS_SHARE) / len(sides))
     for side in sides:
-        with tf32(False):  # the products switch it as they need it; afterwards it is as it was
+        with tf32(False):  # restores the setting afterwards; the products change it
             found = interleaved(products(side, formats, rank.device), rounds, rank.device)
         for (name, casts), samples in found.items():
             yield rank.record("step_s", "s", samples, rank=0, part="matmul", side=side, precision=name, casts=casts)
@@ -138,17 +139,17 @@ def _products(config: Config, formats: list[Format], rank: Rank) -> Iterator[Rec
 def interleaved(
     steps: Mapping, rounds: int | measure.Budget, device: torch.device, least_s: float = 0.002
 ) -> dict[object, list[float]]:
-    """Seconds per call, one sample per round; calls shorter than `least_s` are repeated."""
+    """Return seconds per call, one sample per round; calls shorter than `least_s` are repeated."""
     turns, inner = {}, {}
     for name, step in steps.items():
-        seconds = min(measure.time_steps(step, 2, device))  # the first one may allocate or compile
+        seconds = min(measure.time_steps(step, 2, device))  # the first call may allocate or compile
         inner[name] = max(1, min(1000, math.ceil(least_s / max(seconds, 1e-7))))
         turns[name] = lambda step=step, n=inner[name]: [step() for _ in range(n)]
     return {name: [s / inner[name] for s in found] for name, found in measure.interleave(turns, rounds, device).items()}
 
 
 def speedups(records: Records) -> dict[tuple[str, str], Estimate]:
-    """The speed of a model's step over FP32's, pair by pair, by (model, format)."""
+    """Return a model step's speed over FP32's, paired by round, by (model, format)."""
     found = {}
     for r in (r for r in records.where("step_s") if "model" in r.case and r.case["precision"] != "fp32"):
         base = records.one("step_s", model=r.case["model"], precision="fp32")
@@ -157,7 +158,7 @@ def speedups(records: Records) -> dict[tuple[str, str], Estimate]:
 
 
 def product_speedups(records: Records, name: str, casts: bool) -> dict[int, Estimate]:
-    """The speed of a product over FP32's, by side."""
+    """Return a product's speed over FP32's, by side."""
     found = {}
     for r in records.where("step_s", part="matmul", precision=name, casts=casts):
         base = records.one("step_s", part="matmul", precision="fp32", side=r.case["side"])
@@ -166,13 +167,13 @@ def product_speedups(records: Records, name: str, casts: bool) -> dict[int, Esti
 
 
 def category(records: Records) -> str:
-    """Whether the GPT's step in BF16 is "faster" or "slower" than in FP32, or "inconclusive"."""
+    """Say whether the GPT's BF16 step is "faster" or "slower" than its FP32 step, or "inconclusive"."""
     ratio = speedups(records)["char_gpt", "bf16"]
     return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "inconclusive"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Each format's speed by model, and that of its products by size."""
+    """Yield each format's speed by model, and its products' speed by size."""
     found = speedups(records)
     for name in dict.fromkeys(f for _, f in found):
         said = ", ".join(f"{model} {ratio}" for (model, f), ratio in found.items() if f == name)

@@ -2,12 +2,10 @@
 
     python -m labs.models my_package.my_module:factory
 
-The contract for a model of your own: the factory takes no arguments and returns a `Workload`, which holds the module,
-`make_batch(batch_size)` and `loss(output, target)`. The course's own models are given the same way:
+The contract for your own model: a factory without arguments returns a `Workload` with the module,
+`make_batch(batch_size)` and `loss(output, target)`. The course's models, in labs/common/models/, do the same:
 
     from labs.models import Workload
-
-They are written out in labs/common/models/.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ PROG = "python -m labs.models"
 
 
 def main(args: list[str] | None = None) -> None:
-    """Build the model, send two rows through it, and say how large it is. Exit code 2 and one line if it cannot be."""
+    """Build the model, run two rows through it, and print its size. Exit with code 2 and one line if that fails."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("factory", help=f"package.module:factory, or one of {', '.join(MODELS)}")
     name = parser.parse_args(args).factory

@@ -1,12 +1,14 @@
-"""How long does each stage of a pipeline wait, and how many micro-batches are best?
+"""How long does each pipeline stage wait, and how many micro-batches are best?
 
     python -m labs.pipeline_parallel      |      torchrun --nproc-per-node 2 -m labs.pipeline_parallel --rounds 20
 
-About 12 s on 2 CPU cores. The model is cut into one stage per rank. These ways to train take turns:
+About 12 s on 2 CPU cores. Splits the model into one stage per rank. These ways to train take turns:
+
   single        rank 0 trains the whole model, the others wait
   1f1b, gpipe   micro-batches in the order of labs/common/pipelines/schedules.py; one micro-batch is the naive split
-On CPU cores the moments of every timed step are noted. On GPUs that would make each stage wait for its GPU, so two more
-steps are noted there. Then one step of each schedule is repeated to count what autograd keeps for backward.
+
+On CPU cores, every timed step records its timeline. On GPUs that would make each stage wait for its GPU, so two extra
+steps record it. Finally, one more step of each schedule counts what autograd keeps for backward.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-SMOKE = {"micro_batches": (1, 2), "compare": 2, "batch_size": 8}  # with --smoke in a shell
-PARITY_ROWS = 2  # rows of each micro-batch of the comparison with one process
+SMOKE = {"micro_batches": (1, 2), "compare": 2, "batch_size": 8}  # with --smoke on the command line
+PARITY_ROWS = 2  # rows per micro-batch when comparing with one process
 Step = Callable[[], object]
 
 
@@ -47,15 +49,15 @@ class Config:
     batch_size: Annotated[int, Ge(1)] = 64
     """Rows per step."""
     micro_batches: tuple[Annotated[int, Ge(1)], ...] = (1, 4, 16, 32)
-    """Parts that the batch is cut into; 1 is the naive split."""
+    """Numbers of micro-batches to try; 1 is the naive split."""
     compare: Annotated[int, Ge(1)] = 4
-    """Micro-batches with which GPipe is timed beside 1F1B, and whose timelines are recorded."""
+    """Number of micro-batches for comparing GPipe with 1F1B and for recording timelines."""
     rounds: Annotated[int, Ge(6)] = 9
-    """Times that each way takes its turn."""
+    """Number of rounds; each way takes one turn per round."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Only two rounds, to see that it runs."""
+    """Run only two rounds."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)
@@ -74,7 +76,7 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model can't be cut into that many stages with something to train in each."""
+    """Raise BadInput if the model can't be split into `world_size` stages with parameters in each."""
     model = chain(config.model)
     for stage, module in enumerate(split(model, even_cuts(model, world_size))):
         require(
@@ -84,7 +86,7 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 class Trainer:
-    """This rank's stage, with its optimizer and the whole batch. `events` holds the moments of every noted step."""
+    """This rank's stage, its optimizer and the whole batch. `events` collects the timeline of every recorded step."""
 
     def __init__(self, config: Config, rank: Rank, links: Links) -> None:
         model = chain(config.model, config.seed)
@@ -94,7 +96,7 @@ class Trainer:
         self.rank, self.events = rank, {}
 
     def step(self, schedule: str, m: int, noted: bool) -> None:
-        """One training step with `m` micro-batches."""
+        """Run one training step with `m` micro-batches."""
         actions = SCHEDULES[schedule](self.rank.rank, self.rank.world_size, m)
         self.pipeline.events = [] if noted else None
         self.optimizer.zero_grad()
@@ -105,7 +107,7 @@ class Trainer:
 
 
 def single_step(config: Config, rank: Rank) -> Step:
-    """A step of the whole model with the whole batch, on rank 0. Other ranks do nothing."""
+    """Return a step of the whole model on the whole batch for rank 0, and a no-op for other ranks."""
     if rank.rank > 0:
         return lambda: None
     model = chain(config.model, config.seed)
@@ -122,7 +124,7 @@ def single_step(config: Config, rank: Rank) -> Step:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Gradients against one process in FP64; step times in turn; what each stage did meanwhile; bytes kept."""
+    """Yield FP64 gradient errors against one process, interleaved step times, each stage's timeline, and bytes kept."""
     links, on_cpu = new_links(), rank.device.type == "cpu"
     for schedule, m in config.settings:
         error = rank.slowest([gradient_error(config, schedule, m, rank, links)])
@@ -157,7 +159,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def moments(trainer: Trainer, schedule: str, m: int, config: Config, rank: Rank) -> Iterator[Record]:
-    """The share of each noted step in which a stage waits; of the most usual step, when each part began and ended."""
+    """Yield the share of each recorded step in which a stage waits, and the timeline of the median step."""
     steps = zip(*rank.gather(trainer.events[schedule, m]), strict=True)
     steps = [with_idle([e for events in step for e in events], rank.world_size) for step in steps]
     case = {"schedule": schedule, "micro_batches": m}
@@ -171,7 +173,7 @@ def moments(trainer: Trainer, schedule: str, m: int, config: Config, rank: Rank)
 
 
 def usual(steps: Sequence[Sequence[Event]]) -> list[Event]:
-    """The events of the step with the median length, in seconds since it began."""
+    """Return the events of the step with the median duration, in seconds since it began."""
     ends = [max(e.end_s for e in events) - min(e.start_s for e in events) for events in steps]
     events = steps[ends.index(statistics.median_low(ends))]
     start = min(e.start_s for e in events)
@@ -179,7 +181,7 @@ def usual(steps: Sequence[Sequence[Event]]) -> list[Event]:
 
 
 def kept(trainer: Trainer, schedule: str, m: int, rank: Rank) -> Iterator[Record]:
-    """Most bytes that each stage keeps for backward at a time, and most micro-batches by the schedule."""
+    """Yield the most bytes that each stage keeps for backward at once, and the most micro-batches by the schedule."""
     module = trainer.pipeline.module
     with counting([*module.parameters(), *module.buffers(), trainer.x, trainer.y]) as saved:
         trainer.step(schedule, m, noted=False)
@@ -191,7 +193,7 @@ def kept(trainer: Trainer, schedule: str, m: int, rank: Rank) -> Iterator[Record
 
 
 class SavedBytes:
-    """Bytes of the tensors saved for backward: `now`, and at their `peak`. Each storage counts once, and whole."""
+    """Bytes saved for backward, `now` and at their `peak`. Each storage counts once, in full."""
 
     def __init__(self, states: Iterable[Tensor]) -> None:
         self.states = {storage_key(t.untyped_storage()) for t in states}
@@ -199,7 +201,7 @@ class SavedBytes:
         self.now = self.peak = 0
 
     def pack(self, saved: Tensor) -> _Holder | Tensor:
-        """Count `saved`, unless it belongs to the parameters or other states, which are there anyway."""
+        """Count `saved`, unless it shares storage with a parameter or another state."""
         storage = saved.untyped_storage()
         key = storage_key(storage)
         if key in self.states:
@@ -213,7 +215,7 @@ class SavedBytes:
         return holder
 
     def unpack(self, holder: _Holder | Tensor) -> Tensor:
-        """What was saved."""
+        """Return the saved tensor."""
         return holder.tensor if isinstance(holder, _Holder) else holder
 
     def _free(self, key: int, nbytes: int) -> None:
@@ -223,7 +225,7 @@ class SavedBytes:
 
 
 class _Holder:
-    """A saved tensor: freed when the graph drops its last reference to this."""
+    """Holds a saved tensor, which is freed when the graph drops its last reference to this object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -231,14 +233,14 @@ class _Holder:
 
 @contextlib.contextmanager
 def counting(states: Iterable[Tensor]) -> Iterator[SavedBytes]:
-    """Count what is saved for backward inside the block; `states` don't count."""
+    """Count the bytes saved for backward inside the block, except those of `states`."""
     saved = SavedBytes(states)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         yield saved
 
 
 def gradient_error(config: Config, schedule: str, m: int, rank: Rank, links: Links) -> float:
-    """||g - G|| / ||G|| of this rank's stage in FP64, where one process has G."""
+    """Return ||g - G|| / ||G|| in FP64: g is the gradient of this rank's stage, G that of one process."""
     model = chain(config.model, config.seed)
     model = Chain(
         model.name, [layer.to(rank.device, torch.float64) for layer in model.layers], _doubled(model), model.loss
@@ -256,7 +258,7 @@ def gradient_error(config: Config, schedule: str, m: int, rank: Rank, links: Lin
 
 
 def _doubled(model: Chain) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """The model's batches, equal on all ranks, with FP64 in place of FP32."""
+    """Return the model's batches in FP64 instead of FP32, equal on all ranks."""
 
     def make_batch(rows: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
@@ -270,13 +272,13 @@ def _gradient(module: nn.Module) -> Tensor:
 
 
 def category(records: Records) -> str:
-    """Which of the numbers of micro-batches has the shortest median step with 1F1B."""
+    """Name the number of micro-batches with the shortest median 1F1B step."""
     steps = {r.case["micro_batches"]: r.value for r in records.where("step_s", schedule="1f1b")}
     return f"{min(steps, key=steps.__getitem__)} micro-batches"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """The best number of micro-batches, the idle share beside the formula, what 1F1B keeps, whether gradients agree."""
+    """Yield the best number of micro-batches, its idle share and formula, bytes kept, and gradient agreement."""
     n = records[0].layout["world_size"]
     steps = {r.case["micro_batches"]: r for r in records.where("step_s", schedule="1f1b")}
     best = min(steps, key=lambda m: steps[m].value)

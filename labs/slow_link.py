@@ -2,17 +2,19 @@
 
     python -m labs.slow_link                                    # the articles' MLP, in one bucket
     python -m labs.slow_link --model labs.gradient_compression:deep --bucket-cap-mb 1      # many layers, 5 buckets
-    torchrun --nproc-per-node 2 -m labs.slow_link               # paces the real network between machines as well
+    torchrun --nproc-per-node 2 -m labs.slow_link               # also paces a real network between machines
 
-About 6 s on 2 CPU cores. The kernel slows gloo's TCP connections down to each bandwidth. There, three steps take turns:
+About 6 s on 2 CPU cores. The kernel slows gloo's TCP connections to each bandwidth. There, three steps take turns:
+
   single       rank 0 trains, the others wait
   no exchange  all ranks run DDP under no_sync
   ddp          all ranks run DDP
-Before that, a step without exchange notes when each bucket of gradients is full. A bucket can travel only after that
-moment, and only the rest of backward can hide it. This gives a lower bound for DDP's step at each bandwidth.
-Where the kernel cannot pace (macOS), hooks wait as long as the ring's formula says, and the answer says so.
 
-DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+Before that, a step without exchange notes when each gradient bucket is full. A bucket can travel only after that
+moment, and only the rest of backward can hide it. This gives a lower bound for DDP's step at each bandwidth. Where the
+kernel can't pace connections (macOS), hooks wait as long as the ring's formula says, and the answer says so.
+
+DDP refuses hooks whose annotations are strings, so this module has no `from __future__ import annotations`.
 """
 
 import statistics
@@ -43,22 +45,22 @@ LATENCY_ROUNDS = 9
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and over which connections."""
+    """What to train, and over which connections."""
 
     model: str = "mlp"
     """One of labs.models.MODELS, package.module:factory, or in a notebook a function that returns a module."""
     batch_size: Annotated[int, Ge(1)] = 512
-    """Samples per rank and step; one rank alone takes as many."""
+    """Samples per rank and step; a single rank uses the same number."""
     mb_s: tuple[float, ...] = (400.0, 200.0, 100.0, 50.0, 25.0)
     """Bandwidths of the connection in each direction, in 10^6 byte/s."""
     bucket_cap_mb: Annotated[float | None, Gt(0)] = None
-    """Size of DDP's buckets in MiB. None: as torch has it, 1 MiB for the first and 25 for the others."""
+    """Size of DDP's buckets in MiB. None: PyTorch's default, 1 MiB for the first and 25 MiB for the others."""
     rounds: Annotated[int, Ge(6)] = 9
-    """Times that each kind of step takes its turn at each bandwidth."""
+    """Number of rounds at each bandwidth; each kind of step takes one turn per round."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Every second bandwidth, few steps."""
+    """Use every second bandwidth and few steps."""
 
     def __post_init__(self) -> None:
         with naming("mb_s"):
@@ -67,13 +69,14 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for one rank, or a model that cannot be built."""
+    """Raise BadInput for a single rank, or a model that can't be built."""
     wire.require_wire(world_size)
     models.build(config.model)
 
 
 def exchange_s(size: float, ranks: int, mb_s: float, latency_s: float = 0.0) -> float:
-    """Seconds of a ring all-reduce of `size` bytes at `mb_s` (10^6 byte/s): latency + 2 (n-1)/n size / bandwidth.
+    """Return seconds of a ring all-reduce of `size` bytes at `mb_s` (10^6 byte/s): latency + 2 (n-1)/n size /
+    bandwidth.
 
     Source: Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69 (2009).
     """
@@ -81,7 +84,7 @@ def exchange_s(size: float, ranks: int, mb_s: float, latency_s: float = 0.0) -> 
 
 
 def exposed_s(full_s: Sequence[float], exchanges_s: Sequence[float]) -> float:
-    """How much longer than the last gradient the exchange takes, in s, if nothing slows anything down.
+    """Return how many seconds after the last gradient the exchange ends, at best.
 
     `full_s[i]` is when bucket i is full, `exchanges_s[i]` how long it travels. Buckets travel one after the other.
     """
@@ -93,7 +96,7 @@ def exposed_s(full_s: Sequence[float], exchanges_s: Sequence[float]) -> float:
 
 @dataclass
 class Moments:
-    """When each bucket was full in a step, in s since the step began, in the order of sending, and its bytes."""
+    """When each bucket was full, in s since the step began, in the order of sending, and its bytes."""
 
     start: float = 0.0
     full_s: list[float] | None = None
@@ -101,7 +104,7 @@ class Moments:
 
 
 def noting(moments: Moments, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook that notes when a bucket is full and sends nothing."""
+    """Note when a bucket is full and send nothing (a communication hook)."""
     moments.full_s.append(time.perf_counter() - moments.start)
     moments.sizes.append(bucket.buffer().nbytes)
     done = torch.futures.Future[Tensor]()
@@ -110,7 +113,7 @@ def noting(moments: Moments, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 def training_step(config: Config, wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, Callable[[], None]]:
-    """(the model, one training step). Learning rate 0: under no_sync the ranks would drift apart."""
+    """Return (model, training step). The learning rate is 0, or the ranks would drift apart under no_sync."""
     workload = models.build(config.model, config.seed)
     model = wrap(workload.module)
     x, y = workload.make_batch(config.batch_size)
@@ -126,7 +129,7 @@ def training_step(config: Config, wrap: Callable[[nn.Module], nn.Module]) -> tup
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """When buckets are full; then every bandwidth: three steps in turn, and two bounds."""
+    """Yield when buckets are full; then, for every bandwidth, the three interleaved steps and two bounds."""
     wire.require_tcp(rank)
     yield from wire.how(rank)
     ddp = partial(DistributedDataParallel, bucket_cap_mb=config.bucket_cap_mb)
@@ -145,7 +148,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     full_s, sizes = bucket_moments(config, ddp, rank)
     size = models.gradient_bytes(model.module)
     gradients, tiny = torch.zeros(size // 4), torch.zeros(8)
-    latency_s = min(time_all_reduces(tiny, rank))  # the least that a bucket costs: it is for a lower bound
+    latency_s = min(time_all_reduces(tiny, rank))  # the minimum latency, since this is for a lower bound
     yield rank.record("gradient_bytes", "B", size)
     yield rank.record("bucket_bytes", "B", sizes)
     yield rank.record("bucket_full_s", "s", full_s)
@@ -169,7 +172,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def bucket_moments(config: Config, ddp: Callable[[nn.Module], nn.Module], rank: Rank) -> tuple[list[float], list[int]]:
-    """(when each bucket is full, in s since the step began, on the slowest rank; the bytes of each)."""
+    """Return (when each bucket is full on the slowest rank, in s since the step began; bytes of each bucket)."""
     moments, found = Moments(), []
     model, step = training_step(config, ddp)
     model.register_comm_hook(moments, noting)
@@ -178,12 +181,12 @@ def bucket_moments(config: Config, ddp: Callable[[nn.Module], nn.Module], rank: 
         moments.full_s, moments.sizes, moments.start = [], [], time.perf_counter()
         step()
         found.append(rank.slowest(moments.full_s))
-    kept = found[2:]  # DDP arranges its buckets after the first step
+    kept = found[2:]  # DDP rebuilds its buckets after the first step
     return [statistics.median(times) for times in zip(*kept, strict=True)], moments.sizes
 
 
 def time_all_reduces(x: Tensor, rank: Rank) -> list[float]:
-    """Seconds of one all-reduce over the connection as it is, after a barrier."""
+    """Return seconds of one all-reduce over the unpaced connection, after a barrier."""
     steps = {"all-reduce": lambda: dist.all_reduce(x)}
     measure.time_steps(steps["all-reduce"], 2, rank.device)
     found = measure.interleave(steps, LATENCY_ROUNDS, rank.device, between=rank.barrier)
@@ -191,7 +194,7 @@ def time_all_reduces(x: Tensor, rank: Rank) -> list[float]:
 
 
 def speedups(records: Records) -> dict[float, measure.Estimate]:
-    """{bandwidth in MB/s: samples/s of DDP on all ranks over those of one}."""
+    """Return {bandwidth in MB/s: samples/s of DDP on all ranks over one rank's}."""
     ranks = records[0].layout["world_size"]
     found = {}
     for record in records.where("step_s", way="ddp"):
@@ -201,7 +204,7 @@ def speedups(records: Records) -> dict[float, measure.Estimate]:
 
 
 def category(records: Records) -> str:
-    """At which bandwidths splitting pays: "above some", "at all", "at none"; "inconclusive" if the ends don't tell."""
+    """Say where splitting pays off: "above some" bandwidth, "at all" or "at none"; else "inconclusive"."""
     found = speedups(records)
     slow, fast = (measure.direction(found[pick(found)]) for pick in (min, max))
     kinds = {("slower", "faster"): "above some", ("faster", "faster"): "at all", ("slower", "slower"): "at none"}
@@ -209,7 +212,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """The speedup at each bandwidth, and by how much the bound misses."""
+    """Yield the speedup at each bandwidth, and the measured step's distance from the bound."""
     yield from wire.label(records)
     for mb_s, speedup in speedups(records).items():
         measured = statistics.median(records.one("step_s", way="ddp", mb_s=mb_s).samples)

@@ -2,8 +2,8 @@
 
     python -m labs.speedup_map      |      torchrun --nproc-per-node 2 -m labs.speedup_map --widths 64 2048
 
-About 8 s on 2 CPU cores. Each cell of the map trains a perceptron of width x width layers, on one rank and with DDP on
-all of them, in turn.
+About 8 s on 2 CPU cores. Each cell of the map trains an MLP of width x width layers, on one rank and with DDP on all
+ranks in turn.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Config:
     """The cells of the map."""
 
     widths: tuple[int, ...] = (256, 512, 1024)
-    """Width of the perceptron's layers: parameters grow with its square."""
+    """Width of the MLP's layers; the number of parameters grows with its square."""
     batch_sizes: tuple[int, ...] = (8, 64, 512)
     """Samples per rank and step."""
     rounds: Annotated[int, Ge(6)] = 9
-    """Times that one rank and all ranks take turns in each cell."""
+    """Number of rounds in each cell; one rank and all ranks take one turn per round."""
     block_s: Annotated[float, Gt(0)] = 0.04
-    """Approximate time of a turn, in s."""
+    """Approximate duration of a turn, in s."""
     smoke: bool = False
-    """Only a few steps in each cell, to see that it runs."""
+    """Run only a few steps in each cell."""
 
     def __post_init__(self) -> None:
         require(min(self.widths, default=0) >= 1, f"widths must hold positive numbers, not {self.widths}")
@@ -51,7 +51,7 @@ class Config:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The map, cell by cell."""
+    """Measure the map cell by cell."""
     cells = [(width, batch_size) for width in config.widths for batch_size in config.batch_sizes]
     for done, (width, batch_size) in enumerate(cells, start=1):
         yield from cell(width, batch_size, config, rank)
@@ -59,7 +59,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def cell(width: int, batch_size: int, config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds per step on one rank alone, and with DDP on all ranks: the slowest rank's."""
+    """Yield the slowest rank's seconds per step, on one rank alone and with DDP on all ranks."""
     torch.manual_seed(0)
     x = torch.randn(batch_size, width, device=rank.device)
     layers = [m for _ in range(LAYERS) for m in (nn.Linear(width, width), nn.ReLU())]
@@ -77,7 +77,7 @@ def cell(width: int, batch_size: int, config: Config, rank: Rank) -> Iterator[Re
 
 
 def training_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    """One training step."""
+    """Return a training step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -89,7 +89,7 @@ def training_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def speedups(records: Records) -> list[dict]:
-    """A row per cell: its case, the median `single_s`, the speedup (Estimate), and `overhead_s`, which it implies."""
+    """Return a row per cell: its case, median `single_s`, the speedup (Estimate) and the implied `overhead_s`."""
     rows = []
     for ddp in records.where("step_s", way="ddp"):
         single = records.one("step_s", **{**ddp.case, "way": "single"})
@@ -101,7 +101,7 @@ def speedups(records: Records) -> list[dict]:
 
 
 def predicted(rows: list[dict], ranks: int) -> list[float]:
-    """Speedup of each cell if DDP adds a + b x gradient bytes to a step, fitted to the smallest batch of each width."""
+    """Predict each cell's speedup if DDP adds a + b x gradient bytes per step, fitted to the smallest batches."""
     least = min(row["batch_size"] for row in rows)
     fitted = [row for row in rows if row["batch_size"] == least]
     added_s = [row["overhead_s"] for row in fitted]
@@ -110,7 +110,7 @@ def predicted(rows: list[dict], ranks: int) -> list[float]:
 
 
 def category(records: Records) -> str:
-    """Whether the fit names the faster side in each other cell where the run shows one: "right", "wrong"."""
+    """Say whether the fit names the faster side in every other decided cell: "right", "wrong" or "inconclusive"."""
     rows, ranks = speedups(records), records[0].layout["world_size"]
     fitted = min(row["batch_size"] for row in rows)
     decided = [
@@ -122,7 +122,7 @@ def category(records: Records) -> str:
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Where DDP gains and where it loses."""
+    """Yield where DDP gains and where it loses."""
     rows = speedups(records)
     gains, losses = (sum(f(row["speedup"]) for row in rows) for f in (lambda e: e.low > 1, lambda e: e.high < 1))
     yield f"DDP is faster than one rank in {gains} of {len(rows)} cells and slower in {losses}."

@@ -1,11 +1,11 @@
-"""Start the course: JupyterLab on your own copies of the notebooks, in my/.
+"""Start the course: JupyterLab on your copies of the notebooks, in my/.
 
     python -m labs.start                            # notebook 00
     python -m labs.start 03                         # your copy of notebook 03
-    python -m labs.start notebooks/03_dataparallel_vs_ddp.ipynb     # any file of the course as it is, with its outputs
-    python -m labs.start 03 --no-browser --port 9000                # what follows goes to JupyterLab
+    python -m labs.start notebooks/03_dataparallel_vs_ddp.ipynb     # the course's original of a file, with outputs
+    python -m labs.start 03 --no-browser --port 9000                # further options go to JupyterLab
 
-This is what `make lab` and the container run. Copies that are missing are made first (labs.kit.copies).
+`make lab` and the container run this. It first makes any missing copies (labs.kit.copies).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SETTINGS = Path(__file__).resolve().parent / "kit" / "jupyterlab"
 
 
 def opened(name: str, root: Path = copies.ROOT) -> tuple[str, list[str]]:
-    """(path below `root` of the file to open first, lines to tell the learner).
+    """Return (path below `root` of the file to open first, lines to print for the learner).
 
-    A path elsewhere than in my/ is opened as it stands, and then my/ is neither needed nor written: a reader may have
-    no right to write. BadInput if there is no such notebook or file, or if my/ cannot be used.
+    A path outside my/ is opened directly, without touching my/, so that readers need no write permission. BadInput if
+    the notebook or file doesn't exist, or if my/ can't be used.
     """
     given = Path(os.path.normpath(root / name)) if "/" in name else None  # my/ itself may be a link
     if given and not given.is_relative_to(root / copies.FOLDER):
@@ -39,7 +39,7 @@ def opened(name: str, root: Path = copies.ROOT) -> tuple[str, list[str]]:
 
 
 def arguments(path: str, root: Path = copies.ROOT) -> list[str]:
-    """JupyterLab's options: it serves the folder of the course and opens `path` in it."""
+    """Return JupyterLab's options: serve the course folder and open `path` in it."""
     return [
         f"--ServerApp.root_dir={root}",
         f"--LabApp.default_url=/lab/tree/{quote(path)}",
@@ -49,14 +49,14 @@ def arguments(path: str, root: Path = copies.ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Entry point of the command line: ends when JupyterLab does."""
+    """Run the command line; returns when JupyterLab ends."""
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__.strip())
         return
     name = words.pop(0) if words and not words[0].startswith("-") else "00"
     try:
-        problem = requirements.torch_problem(requirements.installed("torch"))  # before anything loads it
+        problem = requirements.torch_problem(requirements.installed("torch"))  # before anything imports torch
         require(not problem, problem)
         path, said = opened(name)
     except BadInput as e:

@@ -1,10 +1,11 @@
-"""Which way to split this model over these GPUs: the fastest plan that fits with 10 % headroom, by the cost model.
+"""Which way should you split this model over these GPUs? The fastest plan that fits with 10 % headroom, by the cost
+model.
 
     python -m labs.strategy --params 7e9 --batch 64 --gpus 8 --gpu "A100 80GB SXM"
     python -m labs.strategy --params 1.5e9 --batch 64 --gpus 4 --gpu L4 --seq 1024
 
-Takes a second: nothing is trained. Cards and links are real ones, from labs/kit/gpus.toml. A time is printed with the
-error band of its regime, and not at all where published runs support none. Notebook 08 shows the test behind it.
+Takes a second, because nothing is trained. Cards and links are real ones, from labs/kit/gpus.toml. Each time comes with
+the error band of its regime; without published runs to support it, no time is printed. Notebook 08 tests the model.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Config(JobConfig):
     """The model, its batch, and the machine."""
 
     gpus: Annotated[int, Ge(1), Le(4096)] = 8
-    """GPUs, all equal."""
+    """Number of GPUs, all equal."""
     gpu: str = "A100 80GB SXM"
-    """Card of labs/kit/gpus.toml."""
+    """A card of labs/kit/gpus.toml."""
     tflops: Annotated[float, Ge(0)] = 0.0
-    """10^12 FLOP/s that one GPU reached in a 16-bit step of yours. Default: as in a published run on this card."""
+    """10^12 FLOP/s that one GPU reached in your own 16-bit step. Default: as in a published run on this card."""
     link_gb_s: Annotated[float, Ge(0)] = 0.0
-    """What you measured inside a node: busbw of nccl-tests, in 10^9 bytes/s. Default: 80 % of the datasheet's."""
+    """Your measured busbw (nccl-tests) inside a node, in 10^9 bytes/s. Default: 80 % of the datasheet's."""
 
     def __post_init__(self) -> None:
         require_limits(self)
@@ -46,7 +47,7 @@ class Config(JobConfig):
 
     @property
     def calibration(self) -> tuple[float, str]:
-        """(FLOP/s of one GPU, where that comes from; "" for a guess)."""
+        """(FLOP/s of one GPU, their source; "" for a guess)."""
         spec = cards.require_card(self.gpu)
         share, source = published.reached(spec.gpu)
         if self.tflops:
@@ -63,19 +64,19 @@ class Config(JobConfig):
 
 @dataclass(frozen=True)
 class Advice:
-    """What the cost model says of one Config."""
+    """The cost model's advice for one Config."""
 
     config: Config
     costs: list[Cost]
-    """Of every plan, fastest first."""
+    """Every plan's cost, fastest first."""
     choice: Cost | None
     """The simplest of the fastest plans that fit; None if none does."""
     estimate: published.Estimate | None
-    """The choice's step with the band of its regime, or the reason why there is no time."""
+    """The choice's step time with its error band, or the reason why there is none."""
     remedies: list[tuple[States, Plan, float]]
-    """If none fits: what does with other states, and its bytes per GPU."""
+    """If no plan fits: (other states, a plan that fits with them, its bytes per GPU)."""
     enough_gpus: int | None
-    """If none fits: this many of these GPUs are enough."""
+    """If no plan fits: this many of these GPUs are enough."""
 
     @property
     def table(self) -> pandas.DataFrame:
@@ -96,7 +97,7 @@ def advise(config: Config) -> Advice:
 
 
 def answer(advice: Advice) -> list[str]:
-    """What to use, what it needs, how long a step takes, and what that rests on."""
+    """Return what to use, what it needs, how long a step takes, and on what evidence."""
     config, limit = advice.config, choose.limit_bytes(advice.config.cluster) / 1e9
     lines = [_choice(advice, limit) if advice.choice else _nothing_fits(advice, limit)]
     lines += [str(advice.estimate)] if advice.estimate else []
@@ -129,7 +130,7 @@ def _nothing_fits(advice: Advice, limit: float) -> str:
 
 
 def inputs(config: Config) -> list[str]:
-    """What the answer rests on, with its sources."""
+    """Return the answer's inputs with their sources."""
     spec, job, cluster = cards.require_card(config.gpu), config.job, config.cluster
     flop_s, calibration = config.calibration
     memory = spec.usable_source or spec.source
@@ -143,7 +144,7 @@ def inputs(config: Config) -> list[str]:
 
 
 def printed(table: pandas.DataFrame) -> str:
-    """The table for a shell."""
+    """Format the table for a terminal."""
     fastest = table["step_s"][table["fits"] | ~table["fits"].any()].min()
     shown = pandas.DataFrame(
         {
@@ -158,7 +159,7 @@ def printed(table: pandas.DataFrame) -> str:
 
 
 def main() -> None:
-    """Entry point of the command line."""
+    """Run the command line."""
     config = cli.parse_config(Config, __doc__, "python -m labs.strategy")
     advice = advise(config)
     with cli.closed_pipe_is_no_error():

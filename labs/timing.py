@@ -4,9 +4,10 @@
     python -m labs.timing --model my_package.module:factory --nproc 1      # your own model
     python -m labs.timing --model labs.timing:article --batch-size 32 --loop-steps 100
 
-About 8 s on 2 CPU cores. First the article's loop, one fault repaired at a time, each run in a new process that has
-computed nothing before. On a GPU also what a clock sees that doesn't wait for it. Then the step itself: every warm-up
-step, and samples until the time is up; with several ranks it is a step of DDP, and the slowest rank counts.
+About 8 s on 2 CPU cores. First runs the article's loop, fixing one fault at a time, each time in a new process that has
+computed nothing before. On a GPU, also shows what a clock sees if it doesn't wait for the GPU. Then times the step
+itself: every warm-up step, and samples until the time is up. With several ranks this is a DDP step, and the slowest
+rank counts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WARM_UP_STEPS = 3
 ANSWER_WITHIN_S = 100.0
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], Tensor]
-"""One training step on a batch of the device; returns the loss."""
+"""A training step on a batch already on the device; returns the loss."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Config:
     batch_size: Annotated[int, Ge(1)] = 64
     """Samples per rank."""
     seconds: Annotated[float, Gt(0)] = 2.0
-    """Time for the samples of a step, in s; at least 6 are taken."""
+    """Time for sampling a step, in s; takes at least 6 samples."""
     repeats: Annotated[int, Ge(0)] | None = None
-    """Runs of the loop with each of its faults; 0 leaves it out. Default: 9, and 0 for your own model."""
+    """Runs of the loop with each of its faults; 0 skips it. Default: 9, but 0 for your own model."""
     loop_steps: Annotated[int, Ge(2)] = 10
-    """Steps of the loop. The article takes 100; a cold start then weighs less."""
+    """Steps of the loop. The article runs 100, so a cold start weighs less."""
     tf32: bool = False
-    """Let matrix products round to TF32: GPUs from compute capability 8.0 only."""
+    """Let matrix products use TF32: only GPUs of compute capability 8.0 or higher."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """One run of each loop, few samples of a step, at most 64 samples in a batch."""
+    """Run each loop once, take few samples of a step, and use at most 64 samples per batch."""
 
     def __post_init__(self) -> None:
         models.require_known(self.model)
@@ -74,19 +75,19 @@ class Config:
 
     @property
     def loop_repeats(self) -> int:
-        """Runs of each loop: your own model may be slow to start, so then only if asked for."""
+        """Runs of each loop; for your own model, which may start slowly, only on request."""
         usual = 0 if ":" in self.model else 9
         wanted = usual if self.repeats is None else self.repeats
         return min(wanted, 1) if self.smoke else wanted
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model cannot be built and trained."""
+    """Raise BadInput if the model can't be built and trained."""
     models.build(config.model)
 
 
 def article() -> models.Workload:
-    """The article's own model, Linear(1000, 10). It takes 32 rows."""
+    """Build the article's model, Linear(1000, 10). The article uses 32 rows."""
 
     def make_batch(batch_size: int) -> Batch:
         return torch.randn(batch_size, 1000), torch.randint(10, (batch_size,))
@@ -94,11 +95,11 @@ def article() -> models.Workload:
     return models.Workload(nn.Linear(1000, 10), make_batch, nn.functional.cross_entropy)
 
 
-# -- the loop, one more fault repaired from function to function
+# -- the loop: each function fixes one more fault
 
 
 def as_printed(step: Step, make_batch: Callable[[], Batch], steps: int, device: torch.device) -> float:
-    """Seconds per step by the article's loop."""
+    """Return seconds per step by the article's loop."""
     start = time.perf_counter()
     for _ in range(steps):
         x, y = (t.to(device) for t in make_batch())
@@ -107,7 +108,7 @@ def as_printed(step: Step, make_batch: Callable[[], Batch], steps: int, device: 
 
 
 def data_outside(step: Step, make_batch: Callable[[], Batch], steps: int, device: torch.device) -> float:
-    """The batch is made and copied before the clock starts. Now nothing in the loop waits for a GPU."""
+    """Make and copy the batch before starting the clock. Now nothing in the loop waits for a GPU."""
     x, y = (t.to(device) for t in make_batch())
     start = time.perf_counter()
     for _ in range(steps):
@@ -116,7 +117,7 @@ def data_outside(step: Step, make_batch: Callable[[], Batch], steps: int, device
 
 
 def synchronised(step: Step, make_batch: Callable[[], Batch], steps: int, device: torch.device) -> float:
-    """The clock waits for the device before both readings."""
+    """Wait for the device before both clock readings."""
     x, y = (t.to(device) for t in make_batch())
     measure.sync(device)
     start = time.perf_counter()
@@ -127,7 +128,7 @@ def synchronised(step: Step, make_batch: Callable[[], Batch], steps: int, device
 
 
 def warmed_up(step: Step, make_batch: Callable[[], Batch], steps: int, device: torch.device) -> float:
-    """First steps, which allocate, load kernels and pick algorithms, come before the clock starts."""
+    """Run the first steps, which allocate, load kernels and pick algorithms, before starting the clock."""
     x, y = (t.to(device) for t in make_batch())
     for _ in range(WARM_UP_STEPS):
         step(x, y)
@@ -135,7 +136,7 @@ def warmed_up(step: Step, make_batch: Callable[[], Batch], steps: int, device: t
 
 
 def median_of_steps(step: Step, make_batch: Callable[[], Batch], steps: int, device: torch.device) -> float:
-    """The device notes the time after every step (CUDA events), and the median of the steps counts."""
+    """Record the time on the device after every step (CUDA events) and take the median step."""
     x, y = (t.to(device) for t in make_batch())
     for _ in range(WARM_UP_STEPS):
         step(x, y)
@@ -158,7 +159,7 @@ RUNGS = tuple(LOOPS)
 
 
 def training(config: Config, device: torch.device, wrap: Callable = lambda module: module) -> tuple[Step, Any]:
-    """A training step with plain SGD, and the function that makes a batch on the host."""
+    """Return a plain SGD training step, and a function that makes a batch on the host."""
     workload = models.make(config.model, config.seed)
     model = wrap(workload.module.to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -177,8 +178,8 @@ def training(config: Config, device: torch.device, wrap: Callable = lambda modul
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The loop's answers, what a clock sees without a wait, the step's times, its FLOPs and the datasheet's peak."""
-    if config.loop_repeats:  # first: its processes start as cold as this one still is
+    """Yield the loops' results, what an unsynchronised clock sees, step times, FLOPs and the datasheet peak."""
+    if config.loop_repeats:  # first, because its processes must start as cold as this one still is
         for rung, seconds in answers(config, rank).items():
             yield rank.record("answer_s", "s", seconds, rung=rung)
     set_tf32(config.tf32)
@@ -189,19 +190,19 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def set_tf32(on: bool) -> None:
-    """Let FP32 matrix products and convolutions round to TF32, or not. By default, convolutions may."""
+    """Allow or forbid TF32 in FP32 matrix products and convolutions. PyTorch allows it for convolutions by default."""
     torch.backends.cudnn.allow_tf32 = on
     torch.set_float32_matmul_precision("high" if on else "highest")
 
 
 def answers(config: Config, rank: Rank) -> dict[str, list[float]]:
-    """What runs of each loop print, in s per step: `{rung: [one per repeat]}`, the same on all ranks.
+    """Run every loop repeatedly; return `{rung: [s per step, one per repeat]}`, the same on all ranks.
 
-    The ranks share the repeats. Within one, all loops run in a shuffled order, so samples with the same index are
-    pairs. BadInput for a GPU in exclusive-process mode.
+    The ranks share the repeats. Each repeat runs all loops in shuffled order, so samples with the same index are pairs.
+    BadInput for a GPU in exclusive-process mode.
     """
     _compat.preload_dynamo()
-    if rank.device.type == "cuda":  # this process holds the GPU, and each child starts CUDA there as well
+    if rank.device.type == "cuda":  # this process holds the GPU, and each child starts CUDA there too
         require_shareable({rank.device.index})
     found: dict[tuple[int, str], float] = {}
     for repeat in range(rank.rank, config.loop_repeats, rank.world_size):
@@ -213,14 +214,14 @@ def answers(config: Config, rank: Rank) -> dict[str, list[float]]:
 
 
 def one_answer(config: Config, rung: str, device: torch.device) -> float:
-    """What one run of the loop prints, in a new process. RuntimeError with one line if it fails or takes too long."""
-    # A process that has used CUDA cannot fork; a fork server, which imports once, is a process that has not.
+    """Return what one run of the loop reports from a new process. RuntimeError if it fails or takes too long."""
+    # A process that has used CUDA can't fork. The fork server hasn't used it, and imports only once.
     method = "fork" if device.type == "cpu" else "forkserver"
     context: Any = multiprocessing.get_context(method)
     if device.type != "cpu":
         context.set_forkserver_preload([__name__, _compat.DYNAMO])
     receiver, sender = context.Pipe(duplex=False)
-    # It is killed after its answer as well: as printed, the loop leaves work behind that nobody waits for.
+    # Kill the child after its answer: the loop as printed leaves queued work that nobody waits for.
     with receiver, supervise.forked(_child, sender, config, rung, device, method=method):
         sender.close()
         if not receiver.poll(ANSWER_WITHIN_S):
@@ -236,7 +237,7 @@ def one_answer(config: Config, rung: str, device: torch.device) -> float:
 
 
 def _child(sender: Connection, config: Config, rung: str, device: torch.device) -> None:
-    """Send the loop's seconds per step, or the first line of what went wrong."""
+    """Send the loop's seconds per step, or the first line of an error."""
     try:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
@@ -249,14 +250,14 @@ def _child(sender: Connection, config: Config, rung: str, device: torch.device) 
 
 
 WAITS = ("data on the device", "x.to(device, non_blocking=True)", "x.to(device)", "loss.item()")
-"""What a loop does in every step. By the documentation, the last two wait for all that is queued."""
+"""What a loop does in every step. According to the documentation, the last two wait for all queued work."""
 
 
 def seen_shares(config: Config, rank: Rank) -> Iterator[Record]:
-    """Which share of a loop's time a clock sees that doesn't wait at the end. All loops take turns."""
+    """Yield the share of each loop's time that a clock sees if it doesn't wait at the end. Loops are interleaved."""
     steps, rounds = (3, 2) if config.smoke else (config.loop_steps, 6)
     step, make_batch = training(config, rank.device)
-    batch = [t.pin_memory() for t in make_batch()]  # from pageable memory, non_blocking may wait all the same
+    batch = [t.pin_memory() for t in make_batch()]  # from pageable memory, even non_blocking may wait
     on_device = [t.to(rank.device) for t in batch]
 
     def share(way: str) -> float:
@@ -279,7 +280,7 @@ def seen_shares(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def step_times(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each warm-up step, then samples of a step; its FLOPs, and the datasheet's peak where it is known."""
+    """Yield each warm-up step, samples of a step, its FLOPs, and the datasheet peak if known."""
     step, make_batch = training(
         config, rank.device, DistributedDataParallel if rank.world_size > 1 else lambda module: module
     )
@@ -287,7 +288,7 @@ def step_times(config: Config, rank: Rank) -> Iterator[Record]:
     warm = measure.warm_up(lambda: step(*batch), rank.device, max_steps=12 if config.smoke else 60, agree=rank.agree)
     yield rank.record("warm_up_s", "s", rank.slowest(warm.seconds))
     yield rank.record("warm_up_steps", "steps", warm.steps, settled=warm.settled)
-    # All ranks must take equally many steps: the slowest decides. Several short steps make one sample.
+    # All ranks must run equally many steps, so the slowest decides. Several short steps make one sample.
     each_s = statistics.median(rank.slowest(warm.seconds[-5:]))
     inner = max(1, min(100, math.ceil(0.004 / each_s)))
     rounds = 6 if config.smoke else measure.Budget(config.seconds, rank.slowest)
@@ -302,9 +303,9 @@ def step_times(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def step_flop(config: Config, device: torch.device) -> float:
-    """FLOPs of forward and backward for one rank's batch: its matrix products and convolutions.
+    """Return the FLOPs of forward and backward for one rank's batch: its matrix products and convolutions.
 
-    Counted on the meta device. A model that cannot go there makes one real pass on `device`, in a copy of its own.
+    Counts on the meta device. If the model can't go there, runs one real pass of a new copy on `device`.
     """
     with contextlib.suppress(Exception):
         return roofline.training_step_work(models.make(config.model), config.rows).flop
@@ -315,26 +316,26 @@ def step_flop(config: Config, device: torch.device) -> float:
 
 
 def over_repaired(records: Records) -> dict[str, measure.Estimate]:
-    """{rung: its answer over that of the fully repaired loop}, pair by pair. LookupError without the loop."""
+    """Return {rung: its result over the fully fixed loop's}, paired by repeat. LookupError without the loop."""
     right = records.one("answer_s", rung=RUNGS[-1]).samples
     return {rung: measure.paired_ratio(records.one("answer_s", rung=rung).samples, right) for rung in RUNGS}
 
 
 def largest_fault(records: Records) -> str:
-    """The repair that changes the loop's answer the most. The median isn't one of them: it removes noise."""
+    """Name the fix that changes the loop's result the most. The median isn't one of them: it removes noise."""
     found = list(over_repaired(records).items())[:-1]
     changes = {name: abs(math.log(after.value / before.value)) for (_, before), (name, after) in pairwise(found)}
     return max(changes, key=changes.__getitem__)
 
 
 def category(records: Records) -> str:
-    """The repair that matters most, and whether the loop as printed is right within 20 %."""
+    """Name the fix that matters most, and say whether the loop as printed is right within 20 %."""
     wrong = not 1 / 1.2 < over_repaired(records)["as printed"].value < 1.2
     return f"the loop as printed is {'wrong' if wrong else 'right'}; most by: {largest_fault(records)}"
 
 
 def answer(run: Records) -> Iterator[str]:
-    """How wrong the loop is, and the step's time, throughput and MFU."""
+    """Yield how wrong the loop is, and the step's time, throughput and MFU."""
     if run.where("answer_s"):
         found = ", ".join(f"{rung}: {ratio}" for rung, ratio in over_repaired(run).items())
         yield f"The loop's answer over the repaired one's, one more fault repaired each time: {found}."

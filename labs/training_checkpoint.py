@@ -3,8 +3,8 @@
     python -m labs.training_checkpoint
     python -m labs.training_checkpoint --ways "onto the old file" "beside it" --kills 60 --folder /mnt/my_disk
 
-About 8 s on 2 CPU cores. Forked processes save again and again, and get SIGKILL at a random moment of a save. Then
-the file is read as a restarted job would read it. `fsync` is for power cuts. They can't be tried here, because a killed
+About 8 s on 2 CPU cores. Forked processes save again and again, and get SIGKILL at a random moment of a save. Then the
+file is read as a restarted job would read it. `fsync` protects against power cuts, which this can't test: a killed
 process leaves the operating system's page cache intact.
 """
 
@@ -43,12 +43,12 @@ SMOKE = {"kills": 3}
 
 
 def onto_the_old_file(folder: Path, step: int, state: Any) -> None:
-    """What most scripts do. The old checkpoint is gone before the new one is complete."""
+    """Overwrite the file, as most scripts do. The old checkpoint is gone before the new one is complete."""
     torch.save(state, folder / NAME)
 
 
 def beside_it(folder: Path, step: int, state: Any) -> None:
-    """Write a temporary file, force it to the disk, rename it."""
+    """Write a temporary file, flush it to the disk, rename it."""
     partial = folder / f"{NAME}.partial"
     with partial.open("wb") as file:
         torch.save(state, file)
@@ -58,15 +58,15 @@ def beside_it(folder: Path, step: int, state: Any) -> None:
 
 
 def find(folder: Path) -> Any:
-    """The state in the one file, or None if it can't be loaded."""
+    """Return the state in the file, or None if it can't be loaded."""
     try:
         return torch.load(folder / NAME, weights_only=True)
-    except Exception:  # torch has no kind of error of its own for this
+    except Exception:  # torch has no specific exception for this
         return None
 
 
 def find_latest(folder: Path) -> Any:
-    """The last good state of labs.common.checkpoints, or None."""
+    """Return the last good state of labs.common.checkpoints, or None."""
     try:
         found = load_latest(folder, on_damaged=lambda e: None)
     except Damaged:
@@ -75,7 +75,7 @@ def find_latest(folder: Path) -> Any:
 
 
 class Way(NamedTuple):
-    """How to write and how to read back."""
+    """How to write a checkpoint and how to read it back."""
 
     write: Callable[[Path, int, Any], None]
     find: Callable[[Path], Any]
@@ -95,17 +95,17 @@ class Config:
     ways: tuple[str, ...] = ("onto the old file", "beside it")
     """onto the old file, beside it (then renamed), or labs.common.checkpoints (which adds a checksum)."""
     kills: int | None = None
-    """Writers killed for each way; by default 30 to 100, as there is time."""
+    """Writers to kill for each way. Default: 30 to 100, as time allows."""
     size_bytes: Annotated[int, Ge(2**12)] = 2**18
     """Size of a checkpoint."""
     time_s: Annotated[float, Gt(0)] = 7.0
     """Time for all kills, in s."""
     folder: str = ""
-    """A folder on the disk to try; empty is the system's folder for temporary files."""
+    """A folder on the disk to test. Default: the system's temporary folder."""
     seed: Annotated[int, Ge(0)] = 0
-    """Seed of the moments."""
+    """Seed of the kill times."""
     smoke: bool = False
-    """Three kills."""
+    """Kill three writers."""
 
     def __post_init__(self) -> None:
         require(self.kills is None or self.kills >= 1, f"kills must be at least 1, not {self.kills}")
@@ -114,7 +114,7 @@ class Config:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """One sample per kill, for each way. A save that had returned before its kill came doesn't count."""
+    """Yield one sample per kill, for each way. A kill that came after its save had returned doesn't count."""
     if rank.rank:
         return
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         except OSError as e:
             where = config.folder or tempfile.gettempdir()
             raise BadInput(f"cannot write to {where} ({e.strerror}): choose another --folder") from None
-        stack.enter_context(unpinned(rank))  # a writer would share one core with the process that kills it
+        stack.enter_context(unpinned(rank))  # otherwise a writer would share one core with the process that kills it
         for done, way in enumerate(config.ways):
             rank.progress(done, len(config.ways), way)
             (place := folder / str(done)).mkdir()
@@ -137,12 +137,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def marked(step: int, size_bytes: int) -> dict[str, Tensor]:
-    """A state of about `size_bytes` in 8 tensors in which every number is `step`: a mixture would be seen."""
+    """Return about `size_bytes` in 8 tensors filled with `step`, so that a mixture of two steps is visible."""
     return {str(i): torch.full((max(1, size_bytes // 32),), float(step)) for i in range(8)}
 
 
 def step_in(state: Any) -> int | None:
-    """The step of a `marked` state; None if it is no state, or one of more than one step."""
+    """Return the step of a `marked` state; None if it isn't one, or mixes several steps."""
     if not isinstance(state, dict) or not state:
         return None
     steps = {x for tensor in state.values() for x in tensor.unique().tolist()}
@@ -154,26 +154,26 @@ class Kill:
     """One writer killed by SIGKILL."""
 
     moment: float
-    """After the start of a save, as a share of how long a save takes."""
+    """Time since a save started, as a share of a save's usual duration."""
     saving: bool
-    """Whether that save had not returned."""
+    """Whether that save had not returned yet."""
     before: int
     """Step of the last save that had returned."""
     found: int | None
-    """Step that the next process finds; None if it finds nothing that can be loaded."""
+    """Step that the next process finds; None if it can load nothing."""
     leftovers: int
-    """Files that are no checkpoints."""
+    """Number of temporary files left behind."""
 
     @property
     def lost(self) -> bool:
-        """Whether the next process finds less than what had been saved."""
+        """Whether the next process finds less than was saved."""
         return self.found is None or self.found < self.before
 
 
 def kills(way: Way, folder: Path, count: int, size_bytes: int, seed: int) -> Iterator[Kill]:
-    """`count` writers one after the other, each killed at a moment of its first save.
+    """Start `count` writers one after the other, and kill each at a random moment of its first save.
 
-    Moments are drawn from a whole save's usual time. A save that was faster has returned by then: see `Kill.saving`.
+    The moments span a save's usual duration. A faster save may return before its kill: see `Kill.saving`.
     """
     draw, saved = random.Random(seed), 0
     save_s = _save_s(way, folder, size_bytes)
@@ -191,18 +191,18 @@ def kills(way: Way, folder: Path, count: int, size_bytes: int, seed: int) -> Ite
         found = step_in(way.find(folder))
         kill = Kill(moment, started > finished, saved, found, len(leftovers(folder)))
         yield kill
-        saved = started if kill.lost else found  # numbers rise, so that no later file can pass for an earlier one
+        saved = started if kill.lost else found  # numbers only rise, so a later file can't pass for an earlier one
         if kill.lost:
             way.write(folder, saved, marked(saved, size_bytes))
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Names in `folder` of files that a killed writer left."""
+    """Return the names of files in `folder` that a killed writer left."""
     return [name for name in os.listdir(folder) if name.endswith(".partial")]
 
 
 def _save_s(way: Way, folder: Path, size_bytes: int) -> float:
-    """Median of the first saves of 5 writers: a forked process pays for its memory, so its first save is slow."""
+    """Return the median time of 5 writers' first saves, which are slow because a forked process copies its pages."""
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
     seconds = []
     for _ in range(5):
@@ -221,7 +221,7 @@ def _time_save(way: Way, folder: Path, size_bytes: int, send: Any) -> None:
 
 
 def _save_on(way: Way, folder: Path, step: int, size_bytes: int, progress: _Progress) -> None:
-    for s in itertools.islice(itertools.count(step), 20):  # more than it has time for; then it ends by itself
+    for s in itertools.islice(itertools.count(step), 20):  # more than there is time for
         state = marked(s, size_bytes)
         progress.start(s)
         way.write(folder, s, state)
@@ -229,7 +229,7 @@ def _save_on(way: Way, folder: Path, step: int, size_bytes: int, progress: _Prog
 
 
 class _Progress:
-    """Steps whose save was started, and finished last: in memory that a forked process shares."""
+    """Last steps whose save was started and finished, in memory shared with forked processes."""
 
     def __enter__(self) -> _Progress:
         self.memory = mmap.mmap(-1, 16)
@@ -248,7 +248,7 @@ class _Progress:
         return struct.unpack("qq", self.memory[:])
 
     def wait_for(self, step: int, writer: multiprocessing.Process) -> None:
-        """Until the save of `step` has begun. RuntimeError if the writer ended, or takes too long."""
+        """Wait until the save of `step` has begun. RuntimeError if the writer ended or takes too long."""
         end = time.monotonic() + timeouts.CHILD_S
         while self.read()[0] < step:
             if not writer.is_alive() or time.monotonic() > end:
@@ -257,26 +257,26 @@ class _Progress:
 
 
 def _alone(function: Callable[..., None], *args: Any) -> None:
-    torch.set_num_threads(1)  # threads are not forked: OpenMP would wait for them forever
+    torch.set_num_threads(1)  # forking drops threads: OpenMP would wait for them forever
     function(*args)
 
 
 def lost_in(records: Records, way: str) -> measure.Estimate:
-    """Share, in %, of the kills during a save after which the last good checkpoint is gone."""
+    """Return the share, in %, of kills during a save after which the last good checkpoint is gone."""
     n = int(records.one("kills", way=way).value)
     if not n:
-        return measure.Estimate(0.0, 0.0, 100.0, 0, "%")  # none came in time
+        return measure.Estimate(0.0, 0.0, 100.0, 0, "%")  # no kill hit a save
     return measure.proportion(round(sum(records.one("lost", way=way).samples)), n).scaled(100, "%")
 
 
 def category(records: Records) -> str:
-    """Whether saving onto the old file loses checkpoints more often than renaming does."""
+    """Say whether overwriting loses checkpoints more often than renaming."""
     old, new = (lost_in(records, way) for way in ("onto the old file", "beside it"))
     return "renaming is safer" if new.high < old.low else "inconclusive"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What a kill during a save loses."""
+    """Yield what a kill during a save loses."""
     for r in records.where("kills"):
         way = r.case["way"]
         yield f"Saved {way}: {lost_in(records, way)} of {r.value:.0f} kills during a save lose the last checkpoint."

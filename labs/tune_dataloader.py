@@ -1,4 +1,4 @@
-"""Which num_workers is the cheapest that keeps your model busy?
+"""Which num_workers is the smallest that keeps your model busy?
 
     python -m labs.tune_dataloader --nproc 1 --dataset my_package.my_module:factory --batch-size 64
 
@@ -6,9 +6,9 @@
     loader = DataLoader(dataset, 64, shuffle=True, **tuning.settings)
 
 About 7 s on 2 CPU cores. The factory takes no arguments and returns (map-style dataset, training step that takes a
-batch), and as a third, if need be, a dictionary of options for DataLoader. The step moves the batch to the device
-itself, and it really trains: give it a copy of a model that you want to keep. Without --dataset, the course's photos
-are loaded as from a server, each 18 ms late, for a stand-in for a GPU whose step sleeps.
+batch) and optionally, as a third element, a dictionary of DataLoader options. The step moves the batch to the device,
+and it really trains, so pass a copy of a model that you want to keep. Without --dataset, loads the course's photos as
+from a server that takes 18 ms each, for a simulated GPU whose step sleeps.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     import pandas
 
 CLOSE = 0.9
-"""Of the best rate: the fewest workers that reach it are taken."""
+"""The fewest workers that reach this share of the best rate win."""
 HOPELESS = 0.6
-"""Of the best rate to be expected from both alone: below it a number of workers need not be tried together."""
+"""Skip numbers of workers whose expected rate is below this share of the best expected one."""
 GAIN = 1.1
-"""What twice as many workers must bring the loader alone, or we stop."""
+"""Stop if twice as many workers speed the loader up by less than this factor."""
 OWN = ("batch_size", "num_workers", "shuffle", "sampler", "batch_sampler", "drop_last", "persistent_workers")
 TURN_S, MOST_ROUNDS = 0.25, 6
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rates in samples per second: the model alone, the loader alone and both together by number of workers."""
+    """Rates in samples per second: the model alone, and the loader alone and both together by number of workers."""
 
     model: Sequence[float]
     loader: Mapping[int, float]
@@ -58,12 +58,12 @@ class Tuning:
 
     @property
     def workers(self) -> int:
-        """The fewest that reach CLOSE of the best rate."""
+        """The fewest workers that reach CLOSE of the best rate."""
         return cheapest({w: statistics.median(rates) for w, rates in self.both.items()})
 
     @property
     def settings(self) -> dict[str, int | bool]:
-        """Arguments for DataLoader. Workers persist, or each epoch would wait for new ones."""
+        """Arguments for DataLoader. Persistent workers, because otherwise each epoch waits for new ones."""
         return {"num_workers": self.workers} | ({"persistent_workers": True} if self.workers else {})
 
     @property
@@ -80,7 +80,7 @@ class Tuning:
         return pandas.DataFrame(rows).set_index("num_workers").assign(**{"model alone": statistics.median(self.model)})
 
     def __str__(self) -> str:
-        """What to set, what it gives, and what limits."""
+        """Return what to set, the rate it gives, and what limits it."""
         workers, model = self.workers, statistics.median(self.model)
         rate, loader = statistics.median(self.both[workers]), self.loader[workers]
         said = f"num_workers={workers}: {rate:,.0f} samples/s, {rate / model:.0%} of the model alone."
@@ -101,10 +101,10 @@ def tune_dataloader(
     device: torch.device | str | None = None,
     **loader_options: Any,
 ) -> Tuning:
-    """Measure the model and the loader alone, then both together, in turn, with the numbers of workers that may do.
+    """Measure the model and the loader alone, then interleave promising numbers of workers with both together.
 
-    Tries 0, 1, 2, 4, 8, ... workers, up to twice the cores and at least 8, and ends where more bring nothing. `device`
-    is what to synchronise after a step; by default the accelerator, if there is one. BadInput if an argument is wrong.
+    Tries 0, 1, 2, 4, 8, ... workers, up to twice the cores (at least 8), and stops when more bring nothing.
+    Synchronises `device` after a step, by default the accelerator if there is one. BadInput if an argument is wrong.
     """
     most = max(8, 2 * core_count()) if max_workers is None else max_workers
     _check(dataset, batch_size, most, loader_options)
@@ -114,7 +114,7 @@ def tune_dataloader(
         loaders: dict[int, Iterator[Any]] = {}
 
         def turn(workers: int, do: feed.Step | None) -> float:
-            """Samples per second of a turn; loaders stay, so that workers start once."""
+            """Return one turn's samples per second; loaders stay open, so workers start only once."""
             if workers not in loaders:
                 loader = feed.endless(dataset, workers, batch_size, **loader_options)
                 loaders[workers] = stack.enter_context(feed.running(loader))
@@ -124,7 +124,7 @@ def tune_dataloader(
             )
             return found.parts(1)[0][1] if found.wait_s else math.nan
 
-        latest = math.inf  # each is measured once, whatever the budget
+        latest = math.inf  # measure each once, whatever the budget
         turn(0, None)
         stored = next(loaders[0])
         _try(step, stored)
@@ -166,12 +166,12 @@ def _try(step: feed.Step, batch: Any) -> None:
 
 
 def ladder(most: int) -> list[int]:
-    """0, 1, 2, 4, 8, ... and `most` itself."""
+    """Return 0, 1, 2, 4, 8, ... and `most` itself."""
     return [*(w for w in [0, *(2**i for i in range(most.bit_length()))] if w < most), most]
 
 
 def is_enough(model: float, loader: Mapping[int, float]) -> bool:
-    """Whether more workers than those in `loader` (in order) bring nothing: rates of both sides alone."""
+    """Judge from both sides' rates alone whether more workers than those in `loader` (ascending) bring nothing."""
     *before, last = loader
     if last < 2:
         return False
@@ -179,13 +179,13 @@ def is_enough(model: float, loader: Mapping[int, float]) -> bool:
 
 
 def finalists(model: float, loader: Mapping[int, float]) -> list[int]:
-    """Numbers of workers that may be the best together, by the rates of both sides alone."""
+    """Return the numbers of workers that may be best together, judging by both sides' rates alone."""
     rates = {w: feed.expected(model, rate, w) for w, rate in loader.items()}
     return [w for w in rates if rates[w] >= HOPELESS * max(rates.values())]
 
 
 def cheapest(rates: Mapping[int, float]) -> int:
-    """The fewest workers whose rate is CLOSE to the best."""
+    """Return the fewest workers whose rate is CLOSE to the best."""
     return min(w for w in rates if rates[w] >= CLOSE * max(rates.values()))
 
 
@@ -194,20 +194,20 @@ class Config:
     """What to tune."""
 
     dataset: str = "labs.tune_dataloader:remote_photos"
-    """package.module:factory of (dataset, step) or (dataset, step, options of DataLoader)."""
+    """package.module:factory that returns (dataset, step) or (dataset, step, DataLoader options)."""
     batch_size: Annotated[int, Ge(1)] = 4
     """Samples per batch."""
     budget_s: Annotated[float, Gt(0)] = 6.0
-    """After so many seconds no further round begins."""
+    """Start no further round after this many seconds."""
     smoke: bool = False
-    """At most one worker, in 1 s."""
+    """Try at most one worker, in 1 s."""
 
     def __post_init__(self) -> None:
         require_findable(self.dataset, "dataset")
 
 
 class RemotePhotos(Photos):
-    """Photos of a server that takes 18 ms to answer."""
+    """Photos from a server that takes 18 ms to answer."""
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         time.sleep(0.018)
@@ -215,13 +215,13 @@ class RemotePhotos(Photos):
 
 
 def remote_photos() -> tuple[Dataset, feed.Step]:
-    """The course's photos, and a stand-in for a GPU that trains on 140 images per second."""
+    """Return the course's photos and a simulated GPU that trains on 140 images per second."""
     local = photos()
     return RemotePhotos(local.paths, local.labels), lambda batch: time.sleep(len(batch[0]) / 140)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Tune on rank 0 and print what was found; workers may run on all cores of the job."""
+    """Tune on rank 0, with workers on all cores of the job, and yield the rates."""
     if rank.rank == 0:
         made = imported(config.dataset, "dataset")()
         good = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[1])
@@ -243,19 +243,19 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def tuned(records: Records) -> Tuning:
-    """The result of a run."""
+    """Rebuild the Tuning from a run's records."""
     loader = {r.case["workers"]: r.value for r in records.where("samples_per_s", way="loader")}
     both = {r.case["workers"]: r.samples for r in records.where("samples_per_s", way="both")}
     return Tuning(records.one("samples_per_s", way="model").samples, loader, both)
 
 
 def category(records: Records) -> str:
-    """What the tuner sets."""
+    """Say what the tuner sets."""
     return f"num_workers={tuned(records).workers}"
 
 
 def answer(records: Records) -> Iterator[str]:
-    """What to set, and the rates."""
+    """Yield what to set, and the rates."""
     tuning = tuned(records)
     yield str(tuning)
     for workers, rates in tuning.both.items():

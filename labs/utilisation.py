@@ -1,11 +1,11 @@
-"""A device that is 100 % busy: how much of its speed is used?
+"""A device is 100 % busy: how much of its speed does it use?
 
     python -m labs.utilisation --nproc 1
     torchrun --nproc-per-node 1 -m labs.utilisation --window-s 0.2
 
-About 6 s on 2 CPU cores. Rank 0 does six jobs, the other ranks wait. A counter of busy time only says that something
-ran: on a CPU it is the CPU time of this process, on a GPU NVML's utilization.gpu, which nvidia-smi shows, and for
-which a single thread of a single kernel is enough.
+About 6 s on 2 CPU cores. Rank 0 runs six jobs, the other ranks wait. A counter of busy time only says that something
+ran. On a CPU it is this process's CPU time. On a GPU it is NVML's utilization.gpu, which nvidia-smi shows; one thread
+of one kernel is enough to raise it.
 """
 
 import time
@@ -24,7 +24,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 CHUNK_S = 2e-3
-"""Work between two looks at the clock."""
+"""Work between two clock readings."""
 ARRAY_BYTES = 64 * 2**20
 
 
@@ -35,16 +35,16 @@ class Config:
     windows: Annotated[int, Ge(1)] = 6
     """Windows per job; each gives one sample."""
     window_s: Annotated[float, Gt(0), Le(60)] = 0.1
-    """Length of a window in s."""
+    """Length of a window, in s."""
     wait_ms: Annotated[float, Ge(0), Le(1000)] = 8.0
-    """What the source of data of "waiting for data" sleeps before every batch."""
+    """Sleep before every batch in "waiting for data", in ms."""
     smoke: bool = False
-    """Two short windows per job."""
+    """Run two short windows per job."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """`step` does `flop` floating point operations; before each step its data comes `wait_s` later."""
+    """`step` does `flop` floating point operations, after waiting `wait_s` for its data."""
 
     step: Callable[[], object]
     flop: float
@@ -52,7 +52,7 @@ class Job:
 
 
 def jobs(config: Config, device: torch.device) -> dict[str, Job]:
-    """What keeps the device busy. FLOPs of products are counted by torch, an addition counts as one per element."""
+    """Return jobs that keep the device busy. PyTorch counts a product's FLOPs; an addition counts one per element."""
     large = _product(512 if device.type == "cpu" else 4096, device)
     array, number = (torch.zeros(n, device=device) for n in (ARRAY_BYTES // 4, 1))
     columns = torch.ones(200_000, 2, device=device)
@@ -62,7 +62,7 @@ def jobs(config: Config, device: torch.device) -> dict[str, Job]:
         "memory traffic": _addition(array),
         "one number at a time": _addition(number),
         "waiting for data": Job(large.step, large.flop, config.wait_ms / 1e3),
-        "one long kernel": Job(lambda: columns.cumsum(0), columns.numel()),  # on a GPU a thread for each column
+        "one long kernel": Job(lambda: columns.cumsum(0), columns.numel()),  # on a GPU one thread per column
     }
 
 
@@ -76,7 +76,7 @@ def _addition(array: Tensor) -> Job:
 
 
 def chunks(job: Job, device: torch.device) -> tuple[Callable[[], None], float]:
-    """(a function that works for about CHUNK_S, the FLOPs it does); a job that waits does one step per wait."""
+    """Return (function that works for about CHUNK_S, its FLOPs); a job that waits does one step per wait."""
     inner = 1 if job.wait_s else probing.inner_calls(job.step, device, CHUNK_S)
 
     def chunk() -> None:
@@ -90,7 +90,7 @@ def chunks(job: Job, device: torch.device) -> tuple[Callable[[], None], float]:
 
 
 def watch(job: Job, config: Config, counter: Counter, device: torch.device) -> tuple[list[float], list[float]]:
-    """(busy share, FLOP/s) of each window of a job that has run long enough before for the counter to know."""
+    """Return each window's (busy share, FLOP/s), after the job has run long enough for the counter to settle."""
     chunk, flop = chunks(job, device)
     seconds, n = (0.02, 2) if config.smoke else (config.window_s, config.windows)
     work_for(counter.memory_s, chunk, counter)
@@ -104,7 +104,7 @@ def watch(job: Job, config: Config, counter: Counter, device: torch.device) -> t
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 works job by job; the others wait for it."""
+    """Run the jobs one by one on rank 0 while the others wait."""
     if rank.rank == 0:
         with counter_of(rank.device) as counter:
             yield from _alone(config, rank, counter)
@@ -115,7 +115,7 @@ def _alone(config: Config, rank: Rank, counter: Counter) -> Iterator[Record]:
     todo, peak = jobs(config, rank.device), 0.0
     for done, (name, job) in enumerate(todo.items(), start=1):
         shares, rates = watch(job, config, counter, rank.device)
-        peak = peak or max(rates)  # of the first job, the large products
+        peak = peak or max(rates)  # peak of the first job, the large products
         yield rank.record("busy_share", "1", shares, rank=0, job=name, counter=counter.name)
         yield rank.record("flop_s", "FLOP/s", rates, rank=0, job=name)
         yield rank.record("share_of_peak", "1", [r / peak for r in rates], rank=0, job=name)
@@ -123,7 +123,7 @@ def _alone(config: Config, rank: Rank, counter: Counter) -> Iterator[Record]:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Which jobs look busy and are slow, and whether a wait shows, in sentences."""
+    """Yield which jobs look busy but are slow, and whether a wait shows."""
     busy, speed = (
         {r.case["job"]: measure.estimate(r.samples).scaled(100, "%") for r in run.where(metric)}
         for metric in ("busy_share", "share_of_peak")

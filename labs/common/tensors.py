@@ -1,8 +1,8 @@
-"""Small facts about tensors."""
+"""Tensor utilities."""
 
 from torch import Tensor
 
 
 def nbytes(*tensors: Tensor) -> int:
-    """Bytes of all elements."""
+    """Return the bytes of all elements."""
     return sum(t.numel() * t.element_size() for t in tensors)

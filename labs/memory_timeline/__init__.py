@@ -1,12 +1,12 @@
-"""What grows from training step to training step, and which line made it?
+"""What grows from training step to training step, and which line allocated it?
 
     python -m labs.memory_timeline --nproc 1
     python -m labs.memory_timeline --nproc 1 --loops my_package.my_module:loop --model my_package.my_module:factory
 
-About 2 s on 2 CPU cores. Rank 0 works, the other ranks wait. Each loop does some steps while every tensor is noted as
-it comes and goes: bytes by category over time, what is left after each step, and the line that made what is left.
-Loops of the course: none (no leak), losses, outputs, validation and hook, which keep what they should not. A loop of
-your own takes a labs.common.remedies.leaks.Job and yields after each step.
+About 2 s on 2 CPU cores. Rank 0 works, the other ranks wait. Runs a few steps of each loop while tracking every
+tensor's lifetime: bytes by category over time, what remains after each step, and the line that allocated it. The
+course's loops are none (no leak), losses, outputs, validation and hook, which each leak something. Your own loop takes
+a labs.common.remedies.leaks.Job and yields after each step.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Config:
     model: str = "mlp"
     """One of labs.models.MODELS, or package.module:factory."""
     batch_size: int = 256
-    """Rows of each step."""
+    """Rows per step."""
     steps: int = 8
-    """Steps of each loop."""
+    """Steps per loop."""
     snapshot: Path | None = None
-    """On a GPU: file for the allocator's own history of the last loop, to be dropped on pytorch.org/memory_viz."""
+    """On a GPU: write the allocator's history of the last loop to this file, for pytorch.org/memory_viz."""
     seed: int = 0
-    """Seed of the model and of the data."""
+    """Seed of the model and the data."""
     smoke: bool = False
-    """Four steps."""
+    """Run four steps."""
 
     def __post_init__(self) -> None:
         require(len(self.loops) > 0, f"loops must hold some of {', '.join(COURSE)}, or package.module:loop")
@@ -63,7 +63,7 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput if the model cannot be built or a loop is none."""
+    """Raise BadInput if the model can't be built or a loop isn't callable."""
     models.build(config.model, config.seed)
     for name in config.loops:
         _loop(name)
@@ -77,7 +77,7 @@ def _loop(name: str) -> memory_steps.Loop:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Loop by loop, on rank 0."""
+    """Watch the loops one by one on rank 0."""
     if rank.rank == 0:
         for done, name in enumerate(config.loops, start=1):
             yield from _watched(config, name, rank)
@@ -109,24 +109,24 @@ def _watched(config: Config, name: str, rank: Rank) -> Iterator[Record]:
 
 
 def loops_of(run: Records) -> list[str]:
-    """Loops that were watched, in order."""
+    """Return the watched loops, in order."""
     return list(dict.fromkeys(r.case["loop"] for r in run.where("peak_bytes")))
 
 
 def growth(run: Records, loop: str) -> dict[str, float]:
-    """Bytes that each step leaves behind, by category, where it is not 0."""
+    """Return the bytes that each step leaves behind, by category, where not 0."""
     found = {c: memory_steps.slope(run.one("after_step_bytes", loop=loop, category=c).samples) for c in CATEGORIES}
     return {c: size for c, size in found.items() if size}
 
 
 def size_text(nbytes: float) -> str:
-    """For example "1.23 MB"."""
+    """Format bytes, for example "1.23 MB"."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if 1 <= s <= abs(nbytes)), (1.0, ""))
     return f"{nbytes / scale:.{2 if prefix else 0}f} {prefix}B"
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Of each loop: what a step leaves behind, in which category, by which line, and what it should."""
+    """Yield, for each loop, what a step leaves behind, its category and line, and what it should leave."""
     for loop in loops_of(run):
         grown, peak = growth(run, loop), run.one("peak_bytes", loop=loop).samples
         if not grown:

@@ -1,4 +1,4 @@
-"""Memory of several training steps by category: what each step leaves behind, and the line that holds it."""
+"""Track memory over several training steps by category: what each step leaves behind, and which line allocated it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from labs.kit import _compat
 from labs.kit.errors import BadInput, require
 
 END = object()
-POINTS = 30  # of each step's curve
+POINTS = 30  # per step of the curve
 Loop = Callable[[Job], Iterator[None]]
 
 
 class StepHistory(History):
-    """History of a loop that knows nothing of it: autograd and the optimizer tell which phase it is in."""
+    """Records the history of an unmodified loop: autograd and the optimizer reveal the current phase."""
 
     def __init__(self, root: CodeType, job: Job, rounding: int = 1) -> None:
-        """`root`: where stacks end. `rounding`: bytes that sizes are multiples of."""
+        """`root` is where stacks end; sizes are rounded up to multiples of `rounding` bytes."""
         super().__init__(root)
         self.rounding, self.updating = rounding, False
         self.parameters = list(job.workload.module.parameters())
@@ -43,7 +43,7 @@ class StepHistory(History):
         self.hold(itertools.chain(job.workload.module.buffers(), *job.batches), "inputs/buffers")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called in place of each operation, with this mode switched off."""
+        """Handle each operation; PyTorch calls this with the mode switched off."""
         phase = "backward" if internals.in_backward() else "optimizer" if self.updating else "forward"
         was = self.segments[-1].phase
         if phase != was:
@@ -54,7 +54,7 @@ class StepHistory(History):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """With the mode on, and told by every optimizer when it begins and ends its step."""
+        """Switch the mode on, with hooks on every optimizer that mark the start and end of its step."""
         hooks = [
             register_optimizer_step_pre_hook(lambda *_: setattr(self, "updating", True)),
             register_optimizer_step_post_hook(lambda *_: setattr(self, "updating", False)),
@@ -69,24 +69,24 @@ class StepHistory(History):
 
 @dataclass(frozen=True)
 class Watched:
-    """Bytes of tensors during the steps of a loop; what was there before them counts, too."""
+    """Bytes of tensors during a loop's steps, including those that existed before."""
 
     after: dict[str, list[int]]
-    """By category: alive after each step."""
+    """Bytes alive after each step, by category."""
     peak: list[int]
-    """The most of all categories together in each step."""
+    """Peak bytes of each step, all categories together."""
     curve: dict[str, list[int]]
-    """By category: at some moments of each step, the fullest of its stretch."""
+    """Bytes by category at several moments of each step; each is the fullest moment of its interval."""
     moments: list[float]
-    """Of the curve, in steps: 2.5 is the middle of the third one, counted in allocations."""
+    """Moments of the curve, in steps: 2.5 is the middle of the third step, counted in allocations."""
     site: Site | None
-    """Where most bytes come from that the loop still holds at its end; None if it holds nothing."""
+    """Code that allocated most of the bytes held at the end of the loop; None if it holds nothing."""
     share: float
-    """Of these bytes, how many come from the line of `site`."""
+    """Share of those bytes that the line of `site` allocated."""
 
 
 def watch(job: Job, loop: Loop) -> Watched:
-    """Run `loop`, which does one step of `job` each time that it is asked, to its end. Nothing of it is changed."""
+    """Run the unmodified `loop`, a generator that does one step of `job` at a time, to its end."""
     on_cuda = job.batches[0][0].is_cuda
     history, running, ends = (
         StepHistory(one_step.__code__, job, CUDA_BLOCK_BYTES if on_cuda else 1),
@@ -106,7 +106,7 @@ def watch(job: Job, loop: Loop) -> Watched:
 
 
 def started(loop: Loop, job: Job) -> Generator[None]:
-    """What does a step of `loop` each time that it is asked. BadInput if that does not yield."""
+    """Return the generator that `loop` creates. BadInput if it doesn't yield."""
     running = loop(job)
     require(
         isgenerator(running),
@@ -116,13 +116,13 @@ def started(loop: Loop, job: Job) -> Generator[None]:
 
 
 def one_step(running: Generator[None], done: int, steps: int) -> None:
-    """The next step. BadInput if the loop has ended before all batches of its job."""
+    """Run the next step. BadInput if the loop ended before it used all batches of its job."""
     if next(running, END) is END:
         raise BadInput(f"the loop ended after {done} of {steps} steps: do one step for each of job.batches, and yield")
 
 
 def _of_moves(history: StepHistory, before: int, ends: list[int]) -> Watched:
-    """What each category holds, move by move; categories are known now that all is over."""
+    """Replay the allocations; categories are known only now, at the end."""
     now = dict.fromkeys(CATEGORIES, 0)
     after: dict[str, list[int]] = {c: [] for c in CATEGORIES}
     curve: dict[str, list[int]] = {c: [] for c in CATEGORIES}
@@ -150,14 +150,14 @@ def _of_moves(history: StepHistory, before: int, ends: list[int]) -> Watched:
 
 
 def slope(values: list[int] | tuple[float, ...]) -> float:
-    """Growth from step to step, from the second to the last: the first may make what stays, as an optimizer's state."""
+    """Return growth per step from the second step to the last; the first may create lasting state, as Adam's."""
     return (values[-1] - values[1]) / (len(values) - 2)
 
 
 def expected_growth(job: Job, name: str) -> int | None:
-    """Bytes that a step of one of leaks.LOOPS should leave behind, counted without any tracker. None for other loops.
+    """Return the bytes that a step of one of leaks.LOOPS should leave behind, without a tracker; None for other loops.
 
-    What autograd saves is counted by its own hooks, the rest by the size of one tensor.
+    Counts what autograd saves with autograd's hooks, and the rest by tensor sizes.
     """
     module, (x, y) = job.workload.module, job.batches[-1]
     seen: list[Tensor] = []
@@ -180,9 +180,9 @@ def expected_growth(job: Job, name: str) -> int | None:
 def snapshot(
     job: Job, loop: Loop, path: Path | None = None, cuda: Any = _compat, root: str = leaks.__file__
 ) -> tuple[str, int]:
-    """(line, bytes) that the GPU's allocator blames for what `loop` still holds, of code below `root`.
+    """Return (line, bytes) below `root` that the GPU's allocator blames for what `loop` still holds.
 
-    `path` gets the snapshot for pytorch.org/memory_viz, a page that works without sending the file.
+    Writes the snapshot to `path` for pytorch.org/memory_viz, which works locally without uploading the file.
     """
     running, steps = started(loop, job), len(job.batches)
     cuda.record_memory_history(max_entries=100_000)
@@ -198,9 +198,9 @@ def snapshot(
 
 
 def largest_line(snapshot: dict, root: str) -> tuple[str, int]:
-    """("file:line", bytes) that most live bytes of a memory snapshot come from, among files below folder `root`.
+    """Return ("file:line", bytes) of the line below folder `root` with the most live bytes in a CUDA memory snapshot.
 
-    `snapshot` is that of CUDA's memory history. ("", 0) if no block has such a line.
+    ("", 0) if no block has such a line.
     """
     by_line: dict[str, int] = {}
     for segment in snapshot["segments"]:

@@ -1,12 +1,12 @@
-"""Which way do the bytes go? NCCL's own log, in words.
+"""Which way do the bytes go? Explains NCCL's log.
 
     NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
     python -m labs.nccl_log nccl.log                            # rings, trees, transports, algorithms, warnings
     nvidia-smi topo -m > topology.txt
-    python -m labs.nccl_log nccl.log --topology topology.txt    # beside what the machine would allow
-    python -m labs.nccl_log --sample                            # lines that others published
+    python -m labs.nccl_log nccl.log --topology topology.txt    # compared with what the machine allows
+    python -m labs.nccl_log --sample                            # a published log
 
-Reads files only: no GPU is needed. Exit code: 0, or 2 for a file that holds no log of NCCL.
+Only reads files, so it needs no GPU. Exit code: 0, or 2 for a file without NCCL log lines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from labs.nccl_log import nccl, published
 
 PROG = "python -m labs.nccl_log"
 LOGGING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING"}
-"""Variables that make NCCL write which rings it built, and which algorithm it chose for each size."""
+"""Variables that make NCCL log the rings it built, and the algorithm it chose for each size."""
 
 
 def all_reduce_sweep(gpus: int) -> tuple[record.Records, str]:
-    """All-reduces of many sizes over NCCL on `gpus` GPUs: (their records, NCCL's log).
+    """Run all-reduces of many sizes over NCCL on `gpus` GPUs; return (records, NCCL's log).
 
-    Ranks start in a process of their own, since NCCL reads its variables once. RuntimeError if they fail.
+    The ranks start in a new process, because NCCL reads its variables only once. RuntimeError if they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         file, files = Path(folder, "all_reduce.jsonl"), f"{folder}/nccl.%p.txt"
@@ -58,14 +58,14 @@ def all_reduce_sweep(gpus: int) -> tuple[record.Records, str]:
 
 
 def answer(log: str, topology: str = "") -> Iterator[str]:
-    """Sentences about the text of a log and, if given, the text that `nvidia-smi topo -m` printed. BadInput."""
+    """Yield sentences about a log and, if given, the output of `nvidia-smi topo -m`. BadInput if unreadable."""
     yield from nccl.in_words(nccl.read(log.splitlines()))
     if topology:
         yield from nccl.topology_in_words(nccl.read_topology(topology))
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("log", nargs="*", type=Path, help="what the ranks printed, in one file or in many")
     parser.add_argument("--topology", type=Path, help="what `nvidia-smi topo -m` printed")

@@ -1,8 +1,8 @@
-"""What a log of NCCL says: ranks, rings, trees, channels, and by which transport each pair of GPUs talks.
+"""Parse an NCCL log: ranks, rings, trees, channels, and the transport between each pair of GPUs.
 
-Lines are read as NCCL 2.4 to 2.28 writes them with NCCL_DEBUG=INFO. The format is no interface: a line that is not
-understood is passed over, and how many of NCCL's lines were understood is told. Source of the lines' meaning:
-docs.nvidia.com/deeplearning/nccl/user-guide (environment variables, troubleshooting) and github.com/NVIDIA/nccl, src.
+Handles the lines that NCCL 2.4 to 2.28 writes with NCCL_DEBUG=INFO. The format isn't a stable interface, so unknown
+lines are skipped and counted. Sources: docs.nvidia.com/deeplearning/nccl/user-guide (environment variables,
+troubleshooting) and github.com/NVIDIA/nccl, src.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from labs.kit.errors import require
 
-LINE = re.compile(  # a warning also names its place: "host:1:2 [0] misc/socket.cc:484 NCCL WARN Connect to ..."
+LINE = re.compile(  # a warning also names its source line: "host:1:2 [0] misc/socket.cc:484 NCCL WARN Connect to ..."
     r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>-?\d+)\] (?:\S+:\d+ (?:\([^)]*\) )?)?"
     r"NCCL (?P<level>INFO|WARN|TRACE) ?(?P<text>.*)"
 )
@@ -24,7 +24,7 @@ LINK = (
         r"(?: \[(?P<side>send|receive)\])? via (?P<transport>.+)"
     )
 )
-ORDER = re.compile(  # NCCL cuts it: after 20 ranks up to 2.2x, later after 127 characters, of which "..." are the last
+ORDER = re.compile(  # NCCL truncates it: to 20 ranks up to 2.2x, later to 127 characters that end in "..."
     r"Channel (?P<channel>\d+)/(?P<channels>\d+) :\s+(?P<ranks>\d+(?:\s+\d+)*)(?P<cut>\s*\.\.\.)?\s*$"
 )
 TREE = re.compile(r"\[(?P<channel>\d+)\] (?P<below>-?\d+(?:/-?\d+)*)->(?P<rank>\d+)->(?P<above>-?\d+)")
@@ -33,12 +33,12 @@ COMMUNICATOR = re.compile(r"n[rR]anks (?P<ranks>\d+) .*commId (?P<name>0x[0-9a-f
 SET = re.compile(r"(?P<name>NCCL_\w+) set by environment to (?P<value>.*?)\.?$")
 NETWORK = re.compile(r"Using network (?P<name>.+)")
 VERSION = re.compile(r"NCCL version (?P<version>[\d.]+)")
-CHOICE = re.compile(  # up to 2.23 with numbers: "4096 Bytes -> Algo 1 proto 2 time 8.4"
+CHOICE = re.compile(  # numbers up to 2.23: "4096 Bytes -> Algo 1 proto 2 time 8.4"
     r"(?:(?P<collective>\w+): )?(?P<size>\d+) Bytes -> Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)"
 )
 ALGORITHMS = {"0": "Tree", "1": "Ring", "2": "CollNetDirect", "3": "CollNetChain", "4": "NVLS", "5": "NVLSTree"}
 PROTOCOLS = {"0": "LL", "1": "LL128", "2": "Simple"}
-"""Numbers and names in include/nccl_tuner.h of NVIDIA/nccl; newer versions write the names, in capitals."""
+"""From include/nccl_tuner.h of NVIDIA/nccl; newer versions log the names in capitals."""
 PASSED = re.compile(
     r"Connected all|Init START|Init COMPLETE|Setting affinity|Chunksize|threadThresholds|coll channels|"
     r"Bootstrap|NET/|Plugin|PLUGIN|Proxy|Check P2P|TUNER|comm 0x|cudaDriver|Ring \d+ :|Tree \d+ :|"
@@ -48,7 +48,7 @@ PASSED = re.compile(
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of ranks and how one sends to the other."""
+    """A pair of ranks and the transport from one to the other."""
 
     sender: int
     receiver: int
@@ -57,42 +57,43 @@ class Link:
 
     @property
     def family(self) -> str:
-        """ "P2P" (from GPU to GPU), "SHM" (through the host's memory), or "NET" (through a network card)."""
+        """ "P2P" (between GPUs), "SHM" (through host memory), or "NET" (through a network card)."""
         return self.transport.partition("/")[0]
 
 
 @dataclass
 class Log:
-    """What was found in a log."""
+    """The parsed log."""
 
     version: str = ""
     ranks: int = 0
     nodes: int = 0
     hosts: set[str] = field(default_factory=set)
     communicators: dict[str, int] = field(default_factory=dict)
-    """{commId: its ranks}. Each numbers its ranks from 0: [channels] are of the largest, [links] of all together."""
+    """{commId: its ranks}. Each numbers its ranks from 0. `channels` are the largest one's, `links` are all of them's.
+    """
     channels: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Order of the ranks in the ring of each channel; NCCL writes only the first of many ranks."""
+    """Order of the ranks in each channel's ring; with many ranks NCCL writes only the first ones."""
     links: dict[Link, set[int]] = field(default_factory=dict)
     """The channels that each link was opened for."""
     trees: dict[int, dict[int, int]] = field(default_factory=dict)
-    """[channel]: {rank: the rank above it in the tree, -1 for the root}."""
+    """{channel: {rank: its parent in the tree, -1 for the root}}."""
     choices: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    """{(collective, bytes): (algorithm, protocol)}; the collective is empty where NCCL doesn't write it."""
+    """{(collective, bytes): (algorithm, protocol)}; the collective is empty if NCCL doesn't log it."""
     variables: dict[str, str] = field(default_factory=dict)
     network: str = ""
     warnings: Counter[str] = field(default_factory=Counter)
     lines: int = 0
-    """Lines of NCCL's, of which `known` were understood or are known to say nothing of the transport."""
+    """NCCL's lines; `known` of them were parsed, or are known to be irrelevant."""
     known: int = 0
 
     def families(self) -> Counter[str]:
-        """How many links are of each family."""
+        """Count the links of each family."""
         return Counter(link.family for link in self.links)
 
 
 def read(lines: Iterable[str]) -> Log:
-    """What the lines of a log say. BadInput if none of them is NCCL's."""
+    """Parse the lines of a log. BadInput if none of them is NCCL's."""
     log = Log()
     for line in lines:
         if not log.version and (found := VERSION.search(line)):
@@ -112,14 +113,14 @@ def read(lines: Iterable[str]) -> Log:
 
 
 def _take(text: str, log: Log) -> bool:
-    """Note what one line says; returns whether it was understood."""
+    """Parse one line into `log`; return whether it was understood."""
     if found := LINK.search(text):
         link = Link(int(found["sender"]), int(found["receiver"]), _plain(found["transport"]))
         log.links.setdefault(link, set()).add(int(found["channel"]))
     elif found := ORDER.search(text):
-        order = tuple(map(int, found["ranks"].split()))[: -1 if found["cut"] else None]  # its last number may be cut
+        order = tuple(map(int, found["ranks"].split()))[: -1 if found["cut"] else None]  # drops a truncated number
         longest = max(map(len, log.channels.values()), default=0)
-        if len(order) > longest:  # what was noted is of a communicator with fewer ranks
+        if len(order) > longest:  # the earlier ones belong to a communicator with fewer ranks
             log.channels.clear()
         if len(order) >= longest:
             log.channels[int(found["channel"])] = order
@@ -146,10 +147,10 @@ def _take(text: str, log: Log) -> bool:
 
 
 def _plain(transport: str) -> str:
-    """ "NET/IB/3/GDRDMA" -> "NET/IB/GDRDMA", "P2P/CUMEM/read" -> "P2P/CUMEM", "SHM/direct/direct" -> "SHM/direct".
+    """Normalise a transport: "NET/IB/3/GDRDMA" -> "NET/IB/GDRDMA", "SHM/direct/direct" -> "SHM/direct".
 
-    A network of a plugin keeps its name, "NET/AWS Libfabric/1/GDRDMA" -> "NET/AWS Libfabric/GDRDMA", and the words of
-    versions before 2.17 become those of today.
+    "P2P/CUMEM/read" becomes "P2P/CUMEM". A plugin's network keeps its name: "NET/AWS Libfabric/1/GDRDMA" -> "NET/AWS
+    Libfabric/GDRDMA". Terms from before 2.17 become today's.
     """
     transport = {"direct shared memory": "SHM/direct", "P2P/direct pointer": "P2P/direct"}.get(transport, transport)
     parts = [p.partition("(")[0] for p in transport.split(" comm 0x")[0].split("/")]
@@ -168,11 +169,11 @@ DECIDES = {
     "NCCL_ALGO": "fixes the algorithm for all sizes: NCCL's own choice depends on the size",
     "NCCL_PROTO": "fixes the protocol for all sizes: NCCL's own choice depends on the size",
 }
-"""Variables that decide what is used; others that were set are listed, as are those that say 0."""
+"""Variables that change NCCL's choices. Other variables, and those set to 0, are only listed."""
 
 
 def in_words(log: Log) -> Iterator[str]:
-    """What an engineer would say of the log, a sentence or two each."""
+    """Yield sentences that explain the log."""
     version = f"NCCL {log.version}" if log.version else "NCCL, version not logged"
     ranks = f"{log.ranks} ranks" if log.ranks else "number of ranks not logged"
     nodes = log.nodes or len(log.hosts)
@@ -214,7 +215,7 @@ def in_words(log: Log) -> Iterator[str]:
 
 
 def _choices(log: Log) -> Iterator[str]:
-    """The algorithm and protocol of each collective, by ranges of sizes that were logged."""
+    """Yield the algorithm and protocol of each collective, by ranges of logged sizes."""
     for collective in dict.fromkeys(name for name, _ in log.choices):
         sizes = sorted(size for name, size in log.choices if name == collective)
         runs: list[tuple[tuple[str, str], list[int]]] = []
@@ -270,15 +271,15 @@ WAYS = {
     "NODE": "two PCIe bridges of one NUMA node",
     "SYS": "the link between NUMA nodes",
 }
-"""What `nvidia-smi topo -m` abbreviates, from its own legend, fastest first."""
+"""Abbreviations of `nvidia-smi topo -m`, from its own legend, fastest first."""
 
 
 def read_topology(text: str) -> dict[tuple[str, str], str]:
-    """{("GPU0", "GPU1"): "NV12", ...} of each pair of GPUs once, from what `nvidia-smi topo -m` prints.
+    """Parse `nvidia-smi topo -m` into {("GPU0", "GPU1"): "NV12", ...}, each pair of GPUs once.
 
-    BadInput if no table of GPUs is in it.
+    BadInput if it contains no table of GPUs.
     """
-    text = re.sub(r"\x1b\[[\d;]*m", "", text)  # it underlines its head
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)  # nvidia-smi underlines the header
     rows = [line.split() for line in text.splitlines()]
     head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), None)
     require(head is not None, "no table of GPUs is in it: it should hold what `nvidia-smi topo -m` prints")
@@ -296,7 +297,7 @@ def read_topology(text: str) -> dict[tuple[str, str], str]:
 
 
 def topology_in_words(topology: dict[tuple[str, str], str]) -> Iterator[str]:
-    """What the table means for a ring over these GPUs."""
+    """Yield what the table means for a ring over these GPUs."""
     ways = Counter(topology.values())
     for way, n in ways.most_common():
         family = "NV" if way.startswith("NV") else way

@@ -1,4 +1,4 @@
-"""Lines of a log that others published, and where."""
+"""A published NCCL log and its source."""
 
 from __future__ import annotations
 

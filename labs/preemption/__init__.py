@@ -1,13 +1,13 @@
-"""A scheduler sends SIGTERM, then kills: what is lost, in seconds, and what does each habit save?
+"""A scheduler sends SIGTERM, then kills: how many seconds are lost, and what does each habit save?
 
     python -m labs.preemption --nproc 1
     python -m labs.preemption --nproc 1 --save-every 40 --steps 200
 
-About 22 s on 2 CPU cores. The recipe train_ddp_resume.py trains on two ranks in processes of their own. The whole job
-is ended three times and started again: with SIGTERM and the recipe's handler, which saves; with SIGTERM and no handler;
-and killed at once. Each loss, and the weights at the end, are compared with a training that nobody has disturbed.
+About 22 s on 2 CPU cores. The recipe train_ddp_resume.py trains on two ranks, in separate processes. The whole job is
+ended three times and restarted: with SIGTERM and the recipe's handler, which saves; with SIGTERM and no handler; and
+killed at once. Each loss, and the final weights, are compared with an undisturbed training run.
 
-A rank that dies alone, and torchrun that starts it again, is labs.elastic_restart. Time in the queue comes on top.
+labs.elastic_restart covers a single rank that dies and that torchrun restarts. Time in the queue comes on top.
 """
 
 import itertools
@@ -30,25 +30,25 @@ from labs.preemption.requeued import Start
 
 Habit = Literal["handler", "no handler", "killed at once"]
 SENT = {"handler": signal.SIGTERM, "no handler": signal.SIGTERM, "killed at once": signal.SIGKILL}
-SMOKE = {"habits": ("killed at once",), "large_bytes": 0}  # with --smoke in a shell
+SMOKE = {"habits": ("killed at once",), "large_bytes": 0}  # with --smoke on the command line
 
 
 @dataclass(frozen=True)
 class Config:
-    """The training, and when it is preempted."""
+    """The training run, and when to preempt it."""
 
     habits: tuple[Habit, ...] = get_args(Habit)
     """What happens at each preemption, in this order."""
     save_every: int = 12
     """Steps between two saves."""
     after_save: float = 0.7
-    """When in an interval between two saves it is preempted, from 0 to below 1; the mean over this is modelled."""
+    """When to preempt, as a share of the interval between two saves (0 to below 1); the mean over it is modelled."""
     steps: int = 60
-    """Steps of the whole training."""
+    """Steps of the whole training run."""
     batch_size: int = 600
-    """Images per step, on both ranks together."""
+    """Images per step, over both ranks."""
     grace_s: float = 30.0
-    """Seconds between SIGTERM and SIGKILL that the scheduler gives.
+    """Seconds between the scheduler's SIGTERM and SIGKILL.
 
     Kubernetes: terminationGracePeriodSeconds, 30 by default
     (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination). Slurm, for a preemption: the
@@ -56,11 +56,11 @@ class Config:
     at its time limit.
     """
     large_bytes: int = 200_000_000
-    """Bytes of a second file, saved as the recipe saves, which tells the rate of the disk; 0: no such file."""
+    """Bytes of a second file, saved as the recipe saves, to measure the disk's rate; 0: skip it."""
     seed: int = 0
-    """Seed of the training."""
+    """Seed of the training run."""
     smoke: bool = False
-    """One preemption, the first of `habits`."""
+    """Run one preemption, the first of `habits`."""
 
     def __post_init__(self) -> None:
         require(bool(self.habits), f"habits must be one or more of {', '.join(get_args(Habit))}")
@@ -83,31 +83,31 @@ class Config:
         )
 
     def preempted_at(self, index: int) -> int:
-        """The step after which the signal of this preemption is sent."""
+        """Return the step after which to send this preemption's signal."""
         return self.save_every * (index + 1) + max(1, round(self.after_save * self.save_every))
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for more than the one process that starts the training's own ranks."""
+    """Raise BadInput unless there is exactly one process, which starts the training run's ranks."""
     require(world_size == 1, f"preemption starts two ranks of its own: use nproc=1, not {world_size}")
 
 
 def predict(step_s: float, save_every: int, start_s: float, handler: bool) -> float:
-    """Seconds lost per preemption in the mean: an end and a start, and without a handler half of an interval.
+    """Return mean seconds lost per preemption: an end and a start, and without a handler half an interval.
 
-    At a random moment of an interval between two saves, 0 to save_every steps' time has passed since the last save:
-    whole steps, and of the step that is cut off a part. All of it is lost, in the mean save_every / 2 steps.
+    At a random moment of an interval between two saves, training has gone 0 to save_every steps beyond the last save.
+    All of that is lost, on average save_every / 2 steps, counting a part of the interrupted step.
     """
     return start_s + (0.0 if handler else save_every / 2 * step_s)
 
 
 def steps_redone(last: int, save_every: int, handler: bool) -> int:
-    """Whole steps to be done again if `last` was the last one that was done; the cut-off step is not among them."""
+    """Return the whole steps to redo if `last` was the last one completed; the interrupted step isn't counted."""
     return 0 if handler else last % save_every
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """The training undisturbed, then preempted and started again as often as there are habits."""
+    """Train undisturbed, then train with one preemption and restart per habit."""
     with watched_folder() as root:
         options = {
             "steps": config.steps,
@@ -156,17 +156,17 @@ def _files(root: Path, name: str) -> dict[str, Path]:
 
 
 def _step_s(start: Start) -> list[float]:
-    """Seconds from step to step, without the first, in which buffers are made; saves are in them."""
+    """Return seconds from step to step, saves included, without the first step, which creates buffers."""
     times = [start.steps[s] for s in sorted(start.steps)]
     return [b - a for a, b in itertools.pairwise(times[1:])]
 
 
 def _preempted(habit: Habit, before: Start, after: Start, whole: Start, config: Config, rank: Rank) -> Iterator[Record]:
-    """What this preemption cost, and what the formula says."""
+    """Yield what this preemption cost, and what the formula says."""
     last, resumed = max(before.steps), min(after.steps) - 1
     parts = dict(requeued.phases(before, after))
     step_s, handler = statistics.median(_step_s(whole)), habit == "handler"
-    # The first step is in these parts: the seconds that any step takes are training, not a loss
+    # The parts include the first step, but a step's usual time is training, not a loss.
     start_s = max(0.0, sum(s for name, s in parts.items() if name != "steps again") - step_s)
     yield rank.record("lost_s", "s", sum(parts.values()), habit=habit)
     for name, seconds in parts.items():
@@ -184,10 +184,10 @@ def _preempted(habit: Habit, before: Start, after: Start, whole: Start, config: 
 
 
 def largest_state(run: Records) -> float:
-    """Bytes that the handler could save within the grace period; nan where this run cannot tell.
+    """Return the bytes that the handler could save within the grace period; nan if this run can't show it.
 
-    Its end holds a save of checkpoint_bytes and all that takes as long for any size. What is left of the grace period
-    is there for more bytes, at the rate from that save to the large one.
+    The measured end contains a save of checkpoint_bytes and everything that takes the same time for any size. The rest
+    of the grace period can save more bytes, at the rate between that save and the large one.
     """
     ends, large = run.where("part_s", habit="handler", part="end"), run.where("large_save_s")
     if not ends or not large:
@@ -199,7 +199,7 @@ def largest_state(run: Records) -> float:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """What each habit lost and of what that consists; the formula; whether the result is the same; the grace period."""
+    """Yield what each habit lost and why; the formula; whether the result is the same; the grace period."""
     step_s = statistics.median(run.one("step_s").samples)
     for lost in run.where("lost_s"):
         habit = lost.case["habit"]
@@ -232,7 +232,7 @@ def _parts(run: Records, habit: str) -> dict[str, float]:
 
 
 def _did_it_pay(run: Records) -> Iterator[str]:
-    """The handler against the mean of the other habits, and by how much starts differ. Nothing for a single habit."""
+    """Yield the handler's gain over the other habits' mean, and the spread of starts. Nothing for a single habit."""
     parts = {r.case["habit"]: _parts(run, r.case["habit"]) for r in run.where("lost_s")}
     others = [of for habit, of in parts.items() if habit != "handler"]
     if "handler" in parts and others:
@@ -252,7 +252,7 @@ def _did_it_pay(run: Records) -> Iterator[str]:
 
 
 def _grace(run: Records) -> str:
-    """What a save took, and how much could be saved within the grace period, if that can be told."""
+    """Say how long a save took, and how much would fit into the grace period if this run shows it."""
     grace, save_s = run[0].config["grace_s"], statistics.median(run.one("save_s").samples)
     said = f"A save of {run.one('checkpoint_bytes').value / 1e6:.1f} MB took {1e3 * save_s:.0f} ms"
     said += "".join(f", the handler's was on disk {r.value:.2f} s after SIGTERM" for r in run.where("saved_after_s"))

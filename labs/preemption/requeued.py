@@ -1,4 +1,4 @@
-"""A training on ranks of its own that a scheduler ends and starts again, and what each start consists of."""
+"""A training run in its own processes that a scheduler ends and restarts, and the phases of each start."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from labs.kit.rank import Rank, unpinned
 RECIPE = Path(__file__).parents[1] / "recipes" / "train_ddp_resume.py"
 RANKS = 2
 STEP = re.compile(r"step (\d+)/\d+  loss (\S+) ")
-LONGEST_S = 120.0  # that a start may take without a line
+LONGEST_S = 120.0  # maximum time of a start without output
 OF_THIS_RANK = ("TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")
 
 
 @dataclass
 class Start:
-    """One start of the whole job, from its launch to the end of its last process. Times in s, of the wall clock."""
+    """One start of the whole job, from its launch to the end of its last process. Wall-clock times, in s."""
 
     launched: float
     steps: dict[int, float] = field(default_factory=dict)
-    """{step: when it was printed}."""
+    """{step: time when it was printed}."""
     losses: dict[int, str] = field(default_factory=dict)
-    """{step: its loss, in all the digits that were printed}."""
+    """{step: its loss, with all printed digits}."""
     signalled: float | None = None
     ended: float = 0.0
     codes: tuple[int, ...] = ()
-    """Exit codes by rank; of a signal, its number with a minus."""
+    """Exit codes by rank; minus the signal number if a signal ended it."""
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def last(self, event: str) -> float:
-        """When the last rank first came to this event."""
+        """Return when the last rank first reached this event."""
         first: dict[int, float] = {}
         for row in self.events:
             if row["event"] == event:
@@ -51,7 +51,7 @@ class Start:
         return max(first.values())
 
     def seconds(self, begin: str, end: str) -> list[float]:
-        """Of each time that rank 0 went from one event to the next."""
+        """Return how long rank 0 took from `begin` to `end`, each time."""
         found, since = [], None
         for row in (r for r in self.events if r["rank"] == 0):
             if row["event"] == begin:
@@ -72,13 +72,13 @@ def train(
     handler: bool = True,
     grace_s: float = 30.0,
 ) -> Start:
-    """Start the recipe on two ranks; if asked to, send all of them a signal when a step was printed; wait for the end.
+    """Start the recipe on two ranks, optionally send them `sent` after a step, and wait for the end.
 
-    RuntimeError, with what rank 0 said last, for a training that ended in another way.
+    RuntimeError, with rank 0's last output, if the run ends in any other way.
     """
     from torch.distributed import TCPStore
 
-    # The ranks meet in a store of this process, as they would in torchrun's: no port is chosen before it is taken
+    # The ranks meet in this process's store, as in torchrun's, so its port can't be taken in the meantime.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONGEST_S))
     start = Start(time.time())
     with ExitStack() as stack:
@@ -92,7 +92,7 @@ def train(
                     start.signalled = time.time()
                     for process in ranks:
                         process.send_signal(sent)
-        for process in ranks:  # as a scheduler does it: what has not ended within the grace period is killed
+        for process in ranks:  # as a scheduler does, kill what hasn't ended within the grace period
             try:
                 process.wait(timeout=LONGEST_S if start.signalled is None else grace_s)
             except subprocess.TimeoutExpired:
@@ -109,7 +109,7 @@ def train(
 
 
 def save_s(folder: Path, size: int) -> float:
-    """Seconds that the recipe's own save takes for a tensor of `size` bytes; the file is removed."""
+    """Return how many seconds the recipe's save() takes for a tensor of `size` bytes; removes the file."""
     import torch
 
     save = runpy.run_path(str(RECIPE), run_name="recipe")["save"]
@@ -124,7 +124,7 @@ def save_s(folder: Path, size: int) -> float:
 
 
 def environment(rank: int, port: int, announced: Path) -> dict[str, str]:
-    """Of a process that is one of RANKS, as torchrun would set it; its store is on this machine at `port`."""
+    """Return the environment of one of RANKS as torchrun sets it, with the store on this machine at `port`."""
     announced.mkdir(exist_ok=True)
     outside = {key: value for key, value in os.environ.items() if not key.startswith(OF_THIS_RANK)}
     return outside | {
@@ -151,7 +151,7 @@ def _rank(
     command = [
         sys.executable,
         "-P",
-        __file__,  # not -m: that would import the whole experiment
+        __file__,  # with -m, Python would import the whole experiment
         str(root / f"{name}-{rank}.jsonl"),
         str(int(handler)),
         str(RECIPE),
@@ -172,11 +172,11 @@ def _rank(
             yield started
 
 
-# In the process of a rank
+# Below: code that runs in a rank's process
 
 
 def main() -> None:
-    """Run a recipe, and note when it comes where: EVENTS HANDLER SCRIPT OPTIONS."""
+    """Run a recipe and record when it reaches each event. Arguments: EVENTS HANDLER SCRIPT OPTIONS."""
     events, handler, script, *options = sys.argv[1:]
     supervise.hold(f"requeued-{os.environ['RANK']}")
     with open(events, "a", buffering=1) as file:
@@ -214,7 +214,7 @@ def _note_events(file: IO[str]) -> None:
 
 
 def _without_handler() -> None:
-    """As if the recipe had no line for SIGTERM."""
+    """Ignore the recipe's handler for SIGTERM."""
     real = signal.signal
 
     def all_but_sigterm(number: int, handler: Any) -> Any:
@@ -224,7 +224,7 @@ def _without_handler() -> None:
 
 
 def phases(before: Start, after: Start) -> Iterator[tuple[str, float]]:
-    """From the signal until the first step that is new: each part's name, and its s."""
+    """Yield (name, seconds) of each part between the signal and the first new step."""
     last = max(before.steps)
     first = min(after.steps)
     marks = [

@@ -1,10 +1,10 @@
-"""What is in this machine, as torch sees it, and how fast it is: arithmetic in each format, and memory.
+"""Show what PyTorch sees in this machine and how fast it is: arithmetic in each format, and memory.
 
     python check_gpu.py
     torchrun --nproc-per-node 2 check_gpu.py     # one report per machine
 
-Run it before a long training and keep what it prints: a slow or missing GPU, a wrong driver or a switch that is off
-shows here in a minute. Without a GPU it reports on one CPU core. Needs torch, nothing else.
+Run it before a long training run and keep the output: it reveals a slow or missing GPU, a wrong driver or a disabled
+switch within a minute. Without a GPU, it reports on one CPU core. Needs only torch.
 """
 
 import os
@@ -28,7 +28,7 @@ FORMATS = {
 
 
 def seconds(function, device, budget):
-    """Median time of a call, in s; calls for about `budget` s after as long a warm-up (clocks, caches, libraries)."""
+    """Return the median time of a call in s. Calls for about `budget` s after an equally long warm-up."""
     for _ in ("warm-up", "timed"):
         times, end = [], time.perf_counter() + budget
         while not times or time.perf_counter() < end:
@@ -41,7 +41,7 @@ def seconds(function, device, budget):
 
 
 def allow_tf32(allowed):
-    """Switch TF32 in matrix products on or off."""
+    """Allow or forbid TF32 in matrix products."""
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
     else:  # before torch 2.9
@@ -61,18 +61,18 @@ def speeds(device, size, budget):
         except RuntimeError as e:
             print(f"  {name} matmul: not on this device ({str(e).splitlines()[0]})")
     allow_tf32(False)
-    n = (2**30 if device.type == "cuda" else 2**27) // 4  # 1074 or 134 MB each: more than the caches hold
+    n = (2**30 if device.type == "cuda" else 2**27) // 4  # 1074 or 134 MB each: larger than the caches
     a, b, c = (torch.ones(n, device=device) for _ in range(3))
     rate = 3 * 4 * n / seconds(lambda: torch.add(b, c, alpha=2, out=a), device, budget)  # two read, one written
     print(f"  triad a = b + 2c: {rate / 1e9:,.0f} GB/s")
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # under torchrun: two at once would measure each other
+        return  # under torchrun, ranks would disturb each other's timing
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, no usage before it
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, without the usage
     parser.add_argument("--size", type=int, default=0, help="rows of the matrices; 0: 8192 on a GPU, 512 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="measuring time for each number")
     parser.add_argument("--cpu", action="store_true", help="report on the CPU even if there are GPUs")

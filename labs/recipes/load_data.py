@@ -1,9 +1,9 @@
-"""Does the data loader keep up with the model? Rates of the loader, of the model, and of both together.
+"""Does the data loader keep up with the model? Measures the loader, the model, and both together.
 
     python load_data.py --workers 0 1 2
-    torchrun --nproc-per-node 2 load_data.py --workers 1     # each rank has workers of its own
+    torchrun --nproc-per-node 2 load_data.py --workers 1     # each rank has its own workers
 
-For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
 import itertools
@@ -25,18 +25,18 @@ DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mni
 
 
 class Images(Dataset):  # YOUR DATA: __len__, and __getitem__ for one sample
-    """Fashion-MNIST, each image turned by up to 20 degrees: (1, 28, 28) float32 from 0 to 255; its label, 0 to 9."""
+    """Fashion-MNIST, randomly rotated by up to 20 degrees: (1, 28, 28) float32 from 0 to 255; label from 0 to 9."""
 
     def __init__(self, path):
-        with np.load(path) as arrays:  # read once and closed: workers would share an open file and its position
+        with np.load(path) as arrays:  # read and close: workers would share an open file and its position
             self.images, self.labels = arrays["x_train"], arrays["y_train"]
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, index):
-        # torch.rand: the loader seeds torch in every worker, in another way. A generator of our own, made in __init__,
-        # would be copied to all workers, and all would draw the same numbers
+        # Use torch.rand, because the loader seeds torch differently in every worker. A generator made in __init__ would
+        # be copied to all workers, which would then draw the same numbers.
         angle = (torch.rand(()) - 0.5) * math.radians(40)
         turn = torch.stack((angle.cos(), -angle.sin(), angle * 0, angle.sin(), angle.cos(), angle * 0)).view(1, 2, 3)
         image = torch.from_numpy(self.images[index]).float().view(1, 1, 28, 28)
@@ -45,36 +45,36 @@ class Images(Dataset):  # YOUR DATA: __len__, and __getitem__ for one sample
 
 
 def collate(samples):
-    """A batch of samples, made in the worker: images (batch, 1, 28, 28) from 0 to 1, labels (batch,) int64."""
+    """Make a batch in the worker: images (batch, 1, 28, 28) from 0 to 1, labels (batch,) int64."""
     images, labels = zip(*samples, strict=True)
-    return torch.stack(images) / 255, torch.tensor(labels)  # once for the batch is cheaper than for each sample
+    return torch.stack(images) / 255, torch.tensor(labels)  # cheaper per batch than per sample
 
 
 def build_model():  # YOUR MODEL
-    """(batch, 1, 28, 28) images -> (batch, 10) logits."""
+    """Build a model: (batch, 1, 28, 28) images -> (batch, 10) logits."""
     hidden = (nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU())
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(512, 10))
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def endless(loader):
     while True:
-        yield from loader  # an epoch; persistent_workers: the next one does not start new processes
+        yield from loader  # one epoch; persistent workers survive into the next
 
 
 def rate(batches, step, device, budget):
-    """Samples per second of `step(x, y)` with one of `batches` after the other, for `budget` s."""
+    """Return samples per second of `step(x, y)` on successive `batches`, measured for `budget` s."""
     for _ in range(4):
-        step(*next(batches))  # not counted: workers start, the GPU's libraries choose their kernels
+        step(*next(batches))  # not counted: workers start, GPU libraries choose kernels
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     samples, start = 0, time.perf_counter()
@@ -83,12 +83,12 @@ def rate(batches, step, device, budget):
         step(x, y)
         samples += len(y)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # steps that are queued only do not count
+        torch.cuda.synchronize(device)  # wait for queued steps
     return samples / (time.perf_counter() - start)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train and y_train")
@@ -107,27 +107,28 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # or pinning memory starts CUDA on GPU 0 in every rank
-    torch.set_num_threads(1)  # as in the workers, which torch gives one thread each
-    mine = Subset(data, range(rank, len(data), ranks))  # this rank's part; to train take DistributedSampler
+        torch.cuda.set_device(device)  # otherwise pinning memory starts CUDA on GPU 0 in every rank
+    torch.set_num_threads(1)  # as in the workers, which get one thread each from torch
+    mine = Subset(data, range(rank, len(data), ranks))  # this rank's part; for training use DistributedSampler
     require(args.batch_size <= len(mine), f"--batch-size {args.batch_size} is more than a rank's {len(mine)} samples")
 
     model = build_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train(x, y):
-        # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+        # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
         loss = cross_entropy(model(x.to(device, non_blocking=cuda)), y.to(device, non_blocking=cuda))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
     batch = collate([mine[i] for i in range(args.batch_size)])
-    batch = tuple(t.pin_memory() for t in batch) if cuda else batch  # as the loader's
+    batch = tuple(t.pin_memory() for t in batch) if cuda else batch  # pinned, like the loader's batches
     model_rate = rate(itertools.repeat(batch), train, device, args.seconds)
     print(f"rank {rank}  model alone, one batch again and again: {model_rate:,.0f} samples/s", flush=True)
     for workers in args.workers:
-        # generator: the order, and the workers' seeds. pin_memory: the GPU reads it by itself; useless without one
+        # generator: fixes the order and the workers' seeds. pin_memory: allows asynchronous copies; useless without a
+        # GPU
         loader = DataLoader(
             mine,
             args.batch_size,

@@ -1,9 +1,9 @@
 """Where does the time of a training step go? Shares of a step from torch.profiler, and a trace for ui.perfetto.dev.
 
     python profile_step.py
-    torchrun --nproc-per-node 2 profile_step.py      # with DDP: how much communication nothing hides, on each rank
+    torchrun --nproc-per-node 2 profile_step.py      # with DDP: also each rank's exposed communication
 
-For your own training change the place marked YOUR TRAINING and keep the names of the ranges. Needs torch, nothing else.
+For your own training, change the place marked YOUR TRAINING and keep the names of the ranges. Needs only torch.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.data import DataLoader, TensorDataset
 
-NEXT = {  # share -> what to look at if it is large
+NEXT = {  # share -> what to check if it is large
     "data": "does the loader keep up? load_data.py tells how many workers it needs",
     "host-to-device": "pin_memory=True in the loader and non_blocking=True in .to()",
     "forward": "the operations of forward in the trace; 16 bits (train_ddp_amp.py), torch.compile",
@@ -36,14 +36,14 @@ NEXT = {  # share -> what to look at if it is large
 }
 
 
-def build_training(batch_size, device, ranks):  # YOUR TRAINING: a function that does one step in these five ranges
+def build_training(batch_size, device, ranks):  # YOUR TRAINING: a function that runs one step in these five ranges
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)).to(device)
     model = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(50 * batch_size, 784), torch.randint(10, (50 * batch_size,)))
     loader = DataLoader(data, batch_size, pin_memory=device.type == "cuda")
-    batches = (batch for _ in iter(int, 1) for batch in loader)  # epoch after epoch
+    batches = (batch for _ in iter(int, 1) for batch in loader)  # repeats epochs forever
 
     def step():
         with record_function("data"):
@@ -62,9 +62,10 @@ def build_training(batch_size, device, ranks):  # YOUR TRAINING: a function that
 
 
 def shares(trace):
-    """Seconds of each share of all steps in a Chrome trace. A GPU is judged by what it runs, a CPU by its main thread.
+    """Return (seconds of each share over all steps of a Chrome trace, number of steps).
 
-    Each moment counts as the first layer that covers it: what computes hides what is copied or exchanged.
+    On a GPU, the kernels count; on a CPU, the main thread. Each moment belongs to the first layer that covers it:
+    computation hides copies and communication.
     """
     bars = [(e["ts"], e["ts"] + e["dur"], e["name"], e["cat"], e) for e in trace["traceEvents"] if e.get("ph") == "X"]
     steps = [bar for bar in bars if bar[2].startswith("ProfilerStep#") and bar[3] == "user_annotation"]
@@ -84,7 +85,7 @@ def shares(trace):
             compute[range_at(calls.get(bar[4].get("args", {}).get("correlation"), bar[0]))].append(bar)
     order = ("forward", "backward", "optimizer", "data", "host-to-device", "overhead")
     layers = [*((n, compute[n]) for n in order), ("host-to-device", copies), ("exposed communication", exchange)]
-    # Without a GPU, a rank that waits for data waits for nothing else, whatever is under way meanwhile
+    # Without a GPU, a rank that waits for data waits for nothing else
     layers.insert(len(layers) if device else 0, ("data", named["data"]))
     layers += [("host-to-device", named["host-to-device"])]
     layers += [("idle" if device else name, named[name]) for name in order[:3]] + [("overhead", steps)]
@@ -93,25 +94,25 @@ def shares(trace):
     )
     open_bars, last, seconds = [0] * len(layers), 0, Counter()
     for t, i, sign in edges:
-        if open_bars[-1]:  # inside of a step
+        if open_bars[-1]:  # inside a step
             seconds[next(name for (name, _), n in zip(layers, open_bars, strict=True) if n)] += (t - last) / 1e6
         open_bars[i], last = open_bars[i] + sign, t
     return seconds, len(steps)
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints its start and its stop
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints when it starts and stops
     warnings.filterwarnings("ignore", "Warning: Profiler clears events")
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)
@@ -133,18 +134,18 @@ def main():
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if ranks > 1:  # collective: waits until all ranks are there
+    if ranks > 1:  # collective: waits for all ranks
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
     step, clock = build_training(args.batch_size, device, ranks), []
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    plan = schedule(wait=8, warmup=2, active=args.steps, repeat=1)  # a short trace of steps that are warm
+    plan = schedule(wait=8, warmup=2, active=args.steps, repeat=1)  # a short trace of warm steps
     with profile(activities=activities, schedule=plan) as profiler:
         for i in range(10 + args.steps):
             start = time.perf_counter()
             step()
             if cuda and i in (9, 9 + args.steps):
-                torch.cuda.synchronize()  # the queue is empty where the trace begins and where it ends
+                torch.cuda.synchronize()  # the queue is empty where the trace begins and ends
             clock.append(time.perf_counter() - start)
             profiler.step()
     path = args.out / f"trace_rank{rank}.json"

@@ -1,9 +1,9 @@
-"""How long does a training step take, and is another way faster? A time with its error, and a comparison with its own.
+"""How long does a training step take, and is another way faster? Measures both, each with a confidence interval.
 
-    python time_step.py                              # A: FP32, B: BF16 by autocast; choose your own in build_step()
-    torchrun --nproc-per-node 2 time_step.py         # each rank by itself, at once: what they take from each other
+    python time_step.py                              # A: FP32, B: BF16 by autocast; put your own into build_step()
+    torchrun --nproc-per-node 2 time_step.py         # all ranks at once, each alone: how much they slow each other
 
-For your own comparison change the place marked YOUR STEP. Needs torch, nothing else.
+For your own comparison, change the place marked YOUR STEP. Needs only torch.
 """
 
 import os
@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 
-def build_step(way, batch_size, device):  # YOUR STEP: a function without arguments for way "A", and one for "B"
-    """One optimizer step on data that lie on the device: loading them is another question, see load_data.py."""
+def build_step(way, batch_size, device):  # YOUR STEP: return a function without arguments, for way "A" and for way "B"
+    """Return an optimizer step on data already on the device; load_data.py measures loading."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(batch_size, 784, device=device), torch.randint(10, (batch_size,), device=device)
 
-    def step():  # no .item(), .cpu() or print in here: each waits for the device
+    def step():  # no .item(), .cpu() or print in here, because each waits for the device
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=way == "B"):
             loss = cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -38,13 +38,13 @@ def build_step(way, batch_size, device):  # YOUR STEP: a function without argume
 
 
 def seconds(step, device):
-    """Time of one call, in s. Nothing waits in the queue before it: on a GPU a short step also shows its launches."""
-    if device.type == "cuda":  # the GPU notes both times itself, so that the CPU's way to the clock does not count
+    """Return the time of one call, in s. The queue is empty before it, so a short GPU step includes its launches."""
+    if device.type == "cuda":  # the GPU itself records both times, which leaves out the host's delay
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()
         end.record()
-        end.synchronize()  # wait until the GPU has come to `end`
+        end.synchronize()  # wait until the GPU has reached `end`
         return start.elapsed_time(end) / 1e3  # elapsed_time is in ms
     start = time.perf_counter()
     step()
@@ -52,24 +52,24 @@ def seconds(step, device):
 
 
 def interval(samples):
-    """95 % confidence interval of the median: medians of 1,000 samples drawn from the samples (bootstrap)."""
+    """Return the 95 % bootstrap confidence interval of the median, from 1,000 resamples."""
     draw = random.Random(0)
     medians = sorted(median(draw.choices(samples, k=len(samples))) for _ in range(1000))
     return medians[25], medians[974]
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step")
@@ -86,10 +86,10 @@ def main():
         torch.cuda.set_device(device)  # events are recorded on the current device
 
     steps = {way: build_step(way, args.batch_size, device) for way in "AB"}
-    for budget, least in ((args.seconds / 4, 1), (args.seconds, 20)):  # a warm-up first: clocks rise
+    for budget, least in ((args.seconds / 4, 1), (args.seconds, 20)):  # warm up first: clocks rise
         times, end = {"A": [], "B": []}, time.perf_counter() + budget
         while time.perf_counter() < end or len(times["A"]) < least:
-            for way in ("AB", "BA")[len(times["A"]) % 2]:  # A B, B A, ...: what drifts meets both alike
+            for way in ("AB", "BA")[len(times["A"]) % 2]:  # A B, B A, ...: drift affects both equally
                 times[way].append(seconds(steps[way], device))
 
     lines = []
@@ -100,7 +100,7 @@ def main():
         drift = median(samples[len(samples) // 2 :]) / median(samples[: len(samples) // 2])
         if not 0.95 < drift < 1.05:
             lines.append(f"   not steady: the second half took {drift:.2f} times as long; measure longer")
-    ratios = [a / b for a, b in zip(times["A"], times["B"], strict=True)]  # pair by pair: neighbours in time
+    ratios = [a / b for a, b in zip(times["A"], times["B"], strict=True)]  # pairs of neighbours in time
     low, high = interval(ratios)
     answer = "inconclusive" if low <= 1 <= high else f"B is {'faster' if low > 1 else 'slower'}"
     lines.append(f"A/B: {median(ratios):.3f} [{low:.3f}, {high:.3f}] of {len(ratios)} pairs: {answer}")

@@ -1,17 +1,18 @@
-"""DDP that survives: killed at any time and started again, it goes on as if nothing had happened.
+"""DDP that survives: killed at any time and started again, it resumes as if nothing had happened.
 
-    python train_ddp_resume.py --checkpoint run.pt                                          # the same again to go on
-    torchrun --nproc-per-node 2 --max-restarts 3 train_ddp_resume.py --checkpoint run.pt    # torchrun starts it again
+    python train_ddp_resume.py --checkpoint run.pt                                          # run it again to resume
+    torchrun --nproc-per-node 2 --max-restarts 3 train_ddp_resume.py --checkpoint run.pt    # torchrun restarts it
 
-On the same number of ranks, losses and weights are bit by bit those of an undisturbed run. On GPUs only if all kernels
-are deterministic: CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment and torch.use_deterministic_algorithms(True), on
-the same kind of GPU; and if workers draw no random numbers, since an epoch resumed in its middle draws others.
+With the same number of ranks, losses and weights equal those of an undisturbed run bit by bit. On GPUs this needs the
+same kind of GPU and deterministic kernels: CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment and
+torch.use_deterministic_algorithms(True). Workers must draw no random numbers, because a resumed epoch draws others.
 
-SIGTERM, which schedulers send before they kill, saves and ends with exit code 143. Not 0: nobody must take a half
-trained model for a finished one. torchrun kills 30 s after SIGTERM (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): --log-every steps
-and a save must take less. After a rank died, the others may hang in NCCL for these 30 s before torchrun starts again.
+On SIGTERM, which schedulers send before they kill, it saves and exits with code 143, not 0, so that nobody takes a
+half-trained model for a finished one. torchrun kills 30 s after SIGTERM (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): --log-every
+steps and a save must take less. After a rank dies, the others may hang in NCCL for these 30 s before torchrun restarts
+them.
 
-For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
 import itertools
@@ -34,7 +35,7 @@ DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mni
 
 
 class Block(nn.Module):
-    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+    """A transformer's MLP block: (batch, width) -> (batch, width)."""
 
     def __init__(self, width, dropout):
         super().__init__()
@@ -46,13 +47,13 @@ class Block(nn.Module):
 
 
 def build_model(dropout):  # YOUR MODEL: any nn.Module
-    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+    """Build a model: (batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [Block(128, dropout) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
 
 
-def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
-    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, for training and testing
+    """Load Fashion-MNIST: float32 images (N, 1, 28, 28), standardised to mean 0 and variance 1; labels (N,), 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
     x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
@@ -60,12 +61,12 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 
 
 def ignore_sigterm(_):
-    """For the loader's workers: torchrun signals them, too, and without them no rank reaches the step of the save."""
+    """Keep the loader's workers alive: torchrun signals them as well, but ranks need them to reach the save."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class ResumableSampler(DistributedSampler):
-    """Leaves out the first `done` of this rank's samples without reading them."""
+    """Skips the first `done` of this rank's samples without reading them."""
 
     done = 0
 
@@ -74,34 +75,34 @@ class ResumableSampler(DistributedSampler):
 
 
 def save(path, state):
-    """Write a file that is whole at any time: a reader, or the next start, finds the old state or the new one."""
+    """Write atomically: a reader, or the next start, finds either the old state or the new one."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
         file.flush()
-        os.fsync(file.fileno())  # the bytes are on the disk before the name leads to them
+        os.fsync(file.fileno())  # the bytes must reach the disk before the name points to them
     os.replace(partial, path)  # atomic within one file system
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # now the name is on the disk, too
+    os.fsync(folder)  # now the name is on the disk as well
     os.close(folder)
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
     stopped = []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # looked at where ranks talk to each other anyway
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # checked where ranks communicate anyway
 
-    # Options and data: a bad value ends the program here, before any device is touched
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -128,15 +129,15 @@ def main():
     require(args.data.exists(), f"--data {args.data}: there is no such file; the course has fashion_mnist_12k.npz")
     train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
-    order = [args.batch_size, args.seed]  # what the order of the data depends on
-    try:  # weights_only: a file that holds code instead of tensors is refused
+    order = [args.batch_size, args.seed]  # determine the order of the data
+    try:  # weights_only refuses files that contain code
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if args.checkpoint.exists() else None
         same = not state or state["order"] == order
     except Exception as e:
         require(False, f"--checkpoint {args.checkpoint} is damaged ({type(e).__name__}): remove it to start anew")
     require(same, f"--checkpoint {args.checkpoint} is of --batch-size, --seed {state and state['order']}: give these")
 
-    # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -148,12 +149,12 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
-    # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
-    # Ranks that torchrun has started again would find addresses of their predecessors in its store, and fail to connect
-    # (pytorch issue 135712): so each start has keys of its own
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
+    # Collective: waits for all ranks. device_id binds NCCL to this GPU now instead of at the first collective
+    # Restarted ranks would find their predecessors' addresses in torchrun's store and fail to connect (pytorch issue
+    # 135712), so each start uses different keys
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    require(  # torchruns of several machines may count restarts differently, and keys of ranks would differ, too
+    require(  # torchruns on several machines may count restarts differently, so their keys would differ
         not shared or os.environ.get("GROUP_WORLD_SIZE", "1") == "1",
         "on several machines start torchrun as ddp.sbatch does: c10d, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     )
@@ -162,100 +163,100 @@ def main():
     store = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=host, wait_for_workers=False))
     backend, bound = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
-    steps = [None] * ranks  # collective: on several machines each might have a file of its own
+    steps = [None] * ranks  # collective: on several machines, each might have a different file
     dist.all_gather_object(steps, state["step"] if state else 0)
     require(
         len(set(steps)) == 1, f"--checkpoint {args.checkpoint}: ranks found steps {steps}, they must share one file"
     )
 
-    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
-    sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
-    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
+    sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # each rank draws a different n-th of the data
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(
         train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda, worker_init_fn=ignore_sigterm
     )
-    loader.generator = torch.Generator()  # its own: it draws a number whenever an epoch begins, or begins again
+    loader.generator = torch.Generator()  # a separate one, because each start of an epoch draws a number
 
     # Model
     torch.manual_seed(args.seed)
     model = build_model(args.dropout).to(device)
-    # Collective: copies the weights and buffers of rank 0 to all. BatchNorm would see this rank's samples only: see
+    # Collective: copies rank 0's weights and buffers to all ranks. BatchNorm would see only this rank's samples: see
     # nn.SyncBatchNorm.convert_sync_batchnorm
     model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
-    # DDP rearranges its gradient buckets after the first backward, and on 3 or more ranks that changes the rounding.
-    # One backward for nothing, and what follows is the same at every start
+    # DDP rebuilds its gradient buckets after the first backward, which changes the rounding on 3 or more ranks. After
+    # one dummy backward, every start computes the same
     model.eval()(train[0][0].unsqueeze(0).to(device)).sum().backward()
     model.train().zero_grad()
     torch.manual_seed(args.seed + rank)  # ranks drop different activations
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
-    # Resume: every rank reads the file; a GPU's tensors go where the model is
+    # Resume: every rank reads the file; loading copies tensors to the model's device
     if state:
         model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])  # a scheduler or GradScaler has a state, too
+        optimizer.load_state_dict(state["optimizer"])  # also save a scheduler's or GradScaler's state
         if rank == 0 and (lr := optimizer.param_groups[0]["lr"]) != args.lr:
             print(f"the learning rate of the checkpoint counts, {lr}, not --lr {args.lr}", flush=True)
         if rank == 0 and state["step"] >= args.steps:
             print(f"already at step {state['step']}: to train on, give more --steps", flush=True)
-        if rank < len(state["random"]):  # with more ranks than before, the new ones begin with their seed
-            on_cpu, on_gpu = state["random"][rank]  # add NumPy's and random's, if your training uses them
+        if rank < len(state["random"]):  # additional ranks start from their seed
+            on_cpu, on_gpu = state["random"][rank]  # add those of NumPy and random if your training uses them
             torch.set_rng_state(on_cpu)
             if cuda and on_gpu is not None:
                 torch.cuda.set_rng_state(on_gpu)
 
     # Train
     if rank == 0:
-        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started? They didn't find each other
     step = state["step"] if state else 0
     logged, clock, stopping = step, time.perf_counter(), 0
     while step < args.steps:
         epoch, done = divmod(step, len(loader))
-        sampler.set_epoch(epoch)  # or each epoch has the order of the first
+        sampler.set_epoch(epoch)  # or every epoch has the same order
         sampler.done = done * loader.batch_size
-        loader.generator.manual_seed(args.seed + 1_000_003 * (epoch * ranks + rank))  # of workers: on each rank another
+        loader.generator.manual_seed(args.seed + 1_000_003 * (epoch * ranks + rank))  # for workers: differs by rank
         for x, y in loader:
-            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
-            # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
-            # up several batches before a step, do all but the last forward and backward in `with model.no_sync():`
+            # Collective: DDP averages gradients over the ranks while backward computes earlier layers. To accumulate
+            # several batches, run all but the last forward and backward in `with model.no_sync():`
             loss.backward()
             optimizer.step()
             step += 1
             if step % args.log_every == 0 or step == args.steps:
-                # Not all ranks have had the signal yet, and all must stop at the same step: so they agree here
+                # All ranks must stop at the same step, but some may not have the signal yet, so they agree here
                 news = torch.stack((loss.detach() / ranks, torch.full_like(loss, len(stopped))))
-                dist.all_reduce(news)  # collective: every rank logs at the same steps, or all wait for ever
-                mean, stopping = news.tolist()  # waits for the device: else the clock times launches instead of work
+                dist.all_reduce(news)  # collective: all ranks must log at the same steps, or wait forever
+                mean, stopping = news.tolist()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 if rank == 0:
                     print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
                 logged, clock = step, time.perf_counter()
             if step % args.save_every == 0 or step == args.steps or stopping:
-                random = [None] * ranks  # collective: the random states of all ranks; all else is equal on them
+                random = [None] * ranks  # collective: gathers random states; everything else is equal on all ranks
                 dist.all_gather_object(random, (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
                 state = {"step": step, "order": order, "random": random}
                 state |= {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-                if rank == 0:  # no barrier: the others compute on, and nobody reads the file before the next start
+                if rank == 0:  # no barrier: the others continue, and nobody reads the file before the next start
                     save(args.checkpoint, state)
             if stopping and step < args.steps:
-                dist.barrier()  # a machine that ended before the file is written could make a scheduler end them all
+                dist.barrier()  # if a machine ended before the file is written, a scheduler could end them all
                 dist.destroy_process_group()
                 if rank == 0:
                     print(f"stopped by SIGTERM and saved at step {step}: start again to go on", flush=True)
-                code = 128 + signal.SIGTERM  # torchrun --max-restarts takes any code but 0 for a reason to restart
+                code = 128 + signal.SIGTERM  # torchrun --max-restarts restarts after any code except 0
                 sys.exit(code) if cuda else os._exit(code)  # gloo: as at the end
             if step == args.steps:
                 break
 
-    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to make the parts equal
+    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to equalise the parts
     model.eval()  # no dropout
     mine = Subset(test, range(rank, len(test), ranks))
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size // ranks):
-            # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
+            # not DDP, which communicates: ranks may have different numbers of batches
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
     dist.all_reduce(sums)  # collective
@@ -263,12 +264,12 @@ def main():
     if rank == 0:
         print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
 
-    # Save: all ranks hold the same weights, so one writes them. No barrier: no other rank reads the file
+    # Save: all ranks have the same weights, so rank 0 writes them. No barrier, because no other rank reads the file
     if args.save and rank == 0:
         torch.save(model.module.state_dict(), args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
-        os._exit(0)  # or Python may abort: gloo threads still run. No atexit function runs, so finish your logger first
+        os._exit(0)  # gloo's threads could abort a normal exit. This skips atexit functions, so close your logger first
 
 
 if __name__ == "__main__":

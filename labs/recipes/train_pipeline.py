@@ -1,12 +1,12 @@
-"""Cut a model into stages, one on each rank, through which micro-batches flow: pipeline parallel.
+"""Pipeline parallel: split a model into stages, one per rank, through which micro-batches flow.
 
     torchrun --nproc-per-node 2 train_pipeline.py --micro-batches 8
     python train_pipeline.py                             # one rank, one stage: the same training without a pipeline
 
-For a model that does not fit one GPU, over a link too slow for FSDP or tensor parallel: only activations travel. With n
-stages and m micro-batches each rank idles for (n - 1) / (m + n - 1) of a step, if all stages take equally long.
+For a model that doesn't fit one GPU, over a link too slow for FSDP or tensor parallel: only activations travel. With n
+equally slow stages and m micro-batches, each rank idles for (n - 1) / (m + n - 1) of a step.
 
-For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
 import os
@@ -29,7 +29,7 @@ DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mni
 
 
 class Block(nn.Module):
-    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+    """A transformer's MLP block: (batch, width) -> (batch, width)."""
 
     def __init__(self, width, dropout):
         super().__init__()
@@ -40,14 +40,14 @@ class Block(nn.Module):
         return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
 
 
-def build_model(dropout):  # YOUR MODEL: an nn.Sequential, which is cut between its layers
-    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+def build_model(dropout):  # YOUR MODEL: an nn.Sequential, which is split between its layers
+    """Build a model: (batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [Block(128, dropout) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
 
 
-def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
-    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, for training and testing
+    """Load Fashion-MNIST: float32 images (N, 1, 28, 28), standardised to mean 0 and variance 1; labels (N,), 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
     x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
@@ -55,19 +55,19 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
 
-    # Options and data: a bad value ends the program here, before any device is touched
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -92,7 +92,7 @@ def main():
     train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
-    # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -108,13 +108,13 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
-    # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
+    # Collective: waits for all ranks. device_id binds NCCL to this GPU now instead of at the first collective
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
-    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
-    sampler = RandomSampler(train, generator=torch.Generator())  # the same order on all ranks: first and last use it
-    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
+    sampler = RandomSampler(train, generator=torch.Generator())  # same order on all ranks: the first and last use it
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
@@ -122,36 +122,36 @@ def main():
     model = build_model(args.dropout)
     require(isinstance(model, nn.Sequential), "build_model must return an nn.Sequential: its layers become the stages")
     layers = list(model.named_children())
-    # A stage begins with a layer that has parameters. The slowest stage sets the pace: cut where times are equal
+    # A stage starts with a layer that has parameters. The slowest stage sets the pace: split where times are equal
     begin = [i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())]
     require(ranks <= len(begin), f"{ranks} ranks, but {len(begin)} layers with parameters: start at most {len(begin)}")
     cuts = [0, *(begin[len(begin) * r // ranks] for r in range(1, ranks)), len(layers)]
     model = nn.Sequential(OrderedDict(layers[cuts[rank] : cuts[rank + 1]])).to(device)
     first, last = rank == 0, rank == ranks - 1
-    # 1F1B: as soon as the pipeline is full, one forward, one backward in turn. The loss is averaged over micro-batches
+    # 1F1B: once the pipeline is full, alternate one forward and one backward. Averages the loss over micro-batches
     schedule = Schedule1F1B(PipelineStage(model, rank, ranks, device), parts, loss_fn=cross_entropy)
     torch.manual_seed(args.seed + rank)  # ranks drop different activations
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     # Train
     if rank == 0:
-        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started? They didn't find each other
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
-        sampler.generator.manual_seed(args.seed + step // len(loader))  # another order in each epoch
+        sampler.generator.manual_seed(args.seed + step // len(loader))  # a different order in each epoch
         for x, y in loader:
-            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             optimizer.zero_grad()
-            # Sends activations to the next rank and gradients to the one before; waits only for its neighbours
+            # Sends activations to the next rank and gradients to the previous one; waits only for its neighbours
             losses = []
             schedule.step(*([x] if first else []), **({"target": y, "losses": losses} if last else {}))
-            optimizer.step()  # of this stage: no rank has another's gradients
+            optimizer.step()  # updates this stage; no rank has another's gradients
             step += 1
             if step % args.log_every == 0 or step == args.steps:
                 mean = torch.stack(losses).mean() if last else torch.zeros((), device=device)
-                dist.broadcast(mean, ranks - 1)  # collective: every rank logs at the same steps, or all wait for ever
-                mean = mean.item()  # waits for the device: else the clock times launches instead of work
+                dist.broadcast(mean, ranks - 1)  # collective: all ranks must log at the same steps, or wait forever
+                mean = mean.item()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 if rank == 0:
                     print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
@@ -159,9 +159,9 @@ def main():
             if step == args.steps:
                 break
 
-    # Validate: a stage takes micro-batches of one shape, so the last batch is filled up with zeros
+    # Validate: a stage takes micro-batches of one shape, so pad the last batch with zeros
     model.eval()  # no dropout
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions
     with torch.no_grad():
         for x, y in DataLoader(test, args.batch_size):
             fill = args.batch_size - len(y)
@@ -176,16 +176,16 @@ def main():
     if rank == 0:
         print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
 
-    # Save: collective. Rank 0 writes one file of all stages, for build_model(); too large for one rank: dcp.save
+    # Save: collective. Rank 0 writes all stages to one file, for build_model(). If too large for one rank: dcp.save
     if args.save:
-        stages, hosts = [None] * ranks, dist.new_group(backend="gloo")  # NCCL would gather all stages on rank 0's GPU
+        stages, hosts = [None] * ranks, dist.new_group(backend="gloo")  # NCCL would gather on rank 0's GPU
         weights = {name: p.cpu() for name, p in model.state_dict().items()}
         dist.gather_object(weights, stages if rank == 0 else None, group=hosts)
         if rank == 0:
             torch.save({name: p for stage in stages for name, p in stage.items()}, args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
-        os._exit(0)  # or Python may abort: gloo threads still run. No atexit function runs, so finish your logger first
+        os._exit(0)  # gloo's threads could abort a normal exit. This skips atexit functions, so close your logger first
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""DDP that computes activations twice instead of keeping them: a step takes less memory and more time.
+"""DDP that recomputes activations instead of keeping them: a step takes less memory and more time.
 
     python train_recompute.py --batch-size 5000 --steps 40      # compare the last samples/s, and memory on a GPU, with
     python train_recompute.py --batch-size 5000 --steps 40 --no-recompute
     torchrun --nproc-per-node 2 train_recompute.py
 
 Also called activation checkpointing. It pays where activations fill the memory: deep models, long sequences, large
-batches. Each block keeps its input alone, and backward runs its forward once more: a third more arithmetic if all do.
+batches. Each block keeps only its input, and backward runs its forward again: a third more arithmetic if all blocks do.
 
-For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
 import os
@@ -30,7 +30,7 @@ DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mni
 
 
 class Block(nn.Module):
-    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+    """A transformer's MLP block: (batch, width) -> (batch, width)."""
 
     def __init__(self, width, dropout):
         super().__init__()
@@ -42,21 +42,21 @@ class Block(nn.Module):
 
 
 class Recomputed(nn.Sequential):
-    """Layers that keep their input only, and compute what backward needs a second time."""
+    """Layers that keep only their input and recompute what backward needs."""
 
     def forward(self, x):
-        # The second forward drops the same activations as the first: checkpoint puts the random state back
+        # The second forward drops the same activations as the first, because checkpoint restores the random state
         return checkpoint(super().forward, x, use_reentrant=False) if self.training else super().forward(x)
 
 
 def build_model(dropout, recompute):  # YOUR MODEL: any nn.Module
-    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+    """Build a model: (batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [(Recomputed if recompute else nn.Sequential)(Block(128, dropout)) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
 
 
-def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
-    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, for training and testing
+    """Load Fashion-MNIST: float32 images (N, 1, 28, 28), standardised to mean 0 and variance 1; labels (N,), 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
     x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
@@ -64,19 +64,19 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
 
-    # Options and data: a bad value ends the program here, before any device is touched
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -101,7 +101,7 @@ def main():
     train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
-    # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -113,19 +113,19 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
-    # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
+    # Collective: waits for all ranks. device_id binds NCCL to this GPU now instead of at the first collective
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
-    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
-    sampler = DistributedSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
-    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
+    sampler = DistributedSampler(train, seed=args.seed, drop_last=True)  # each rank draws a different n-th of the data
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
     torch.manual_seed(args.seed)
     model = build_model(args.dropout, args.recompute).to(device)
-    # Collective: copies the weights and buffers of rank 0 to all. BatchNorm would see this rank's samples only: see
+    # Collective: copies rank 0's weights and buffers to all ranks. BatchNorm would see only this rank's samples: see
     # nn.SyncBatchNorm.convert_sync_batchnorm
     model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
     torch.manual_seed(args.seed + rank)  # ranks drop different activations
@@ -133,24 +133,24 @@ def main():
 
     # Train
     if rank == 0:
-        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started? They didn't find each other
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
-        sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first
+        sampler.set_epoch(step // len(loader))  # or every epoch has the same order
         for x, y in loader:
-            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
-            # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
-            # up several batches before a step, do all but the last forward and backward in `with model.no_sync():`
+            # Collective: DDP averages gradients over the ranks while backward computes earlier layers. To accumulate
+            # several batches, run all but the last forward and backward in `with model.no_sync():`
             loss.backward()
             optimizer.step()
             step += 1
             if step % args.log_every == 0 or step == args.steps:
                 mean = loss.detach() / ranks
-                dist.all_reduce(mean)  # collective: every rank logs at the same steps, or all wait for ever
-                mean = mean.item()  # waits for the device: else the clock times launches instead of work
+                dist.all_reduce(mean)  # collective: all ranks must log at the same steps, or wait forever
+                mean = mean.item()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 if rank == 0:
                     print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
@@ -158,16 +158,16 @@ def main():
             if step == args.steps:
                 break
 
-    if cuda and rank == 0:  # on a CPU the process's peak says little: the allocator keeps what was freed
+    if cuda and rank == 0:  # on a CPU the process's peak says little, because the allocator keeps freed memory
         print(f"peak memory of rank 0: {torch.cuda.max_memory_allocated() / 1e6:,.0f} MB", flush=True)
 
-    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to make the parts equal
+    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to equalise the parts
     model.eval()  # no dropout
     mine = Subset(test, range(rank, len(test), ranks))
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size // ranks):
-            # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
+            # not DDP, which communicates: ranks may have different numbers of batches
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
     dist.all_reduce(sums)  # collective
@@ -175,12 +175,12 @@ def main():
     if rank == 0:
         print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
 
-    # Save: all ranks hold the same weights, so one writes them. No barrier: no other rank reads the file
+    # Save: all ranks have the same weights, so rank 0 writes them. No barrier, because no other rank reads the file
     if args.save and rank == 0:
         torch.save(model.module.state_dict(), args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
-        os._exit(0)  # or Python may abort: gloo threads still run. No atexit function runs, so finish your logger first
+        os._exit(0)  # gloo's threads could abort a normal exit. This skips atexit functions, so close your logger first
 
 
 if __name__ == "__main__":

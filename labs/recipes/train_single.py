@@ -1,9 +1,9 @@
-"""Train a model on one device: a GPU, or one CPU core. All other recipes begin with this loop.
+"""Train a model on one device: a GPU, or one CPU core. All other recipes start from this loop.
 
     python train_single.py
     python train_single.py --steps 400 --batch-size 256 --save model.pt
 
-For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
 import os
@@ -23,7 +23,7 @@ DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mni
 
 
 class Block(nn.Module):
-    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+    """A transformer's MLP block: (batch, width) -> (batch, width)."""
 
     def __init__(self, width, dropout):
         super().__init__()
@@ -35,13 +35,13 @@ class Block(nn.Module):
 
 
 def build_model(dropout):  # YOUR MODEL: any nn.Module
-    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+    """Build a model: (batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [Block(128, dropout) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
 
 
-def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
-    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, for training and testing
+    """Load Fashion-MNIST: float32 images (N, 1, 28, 28), standardised to mean 0 and variance 1; labels (N,), 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
     x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
@@ -49,19 +49,19 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
 
-    # Options and data: a bad value ends the program here, before any device is touched
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -90,9 +90,9 @@ def main():
     cuda = torch.cuda.is_available() and not args.cpu
     device = torch.device("cuda" if cuda else "cpu")
 
-    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
+    # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
     sampler = RandomSampler(train, generator=torch.Generator())
-    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
@@ -103,9 +103,9 @@ def main():
     # Train
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
-        sampler.generator.manual_seed(args.seed + step // len(loader))  # another order in each epoch
+        sampler.generator.manual_seed(args.seed + step // len(loader))  # a different order in each epoch
         for x, y in loader:
-            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over the batch, in nats
             optimizer.zero_grad()
@@ -113,7 +113,7 @@ def main():
             optimizer.step()
             step += 1
             if step % args.log_every == 0 or step == args.steps:
-                mean = loss.item()  # waits for the device: else the clock times launches instead of work
+                mean = loss.item()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
                 logged, clock = step, time.perf_counter()
@@ -122,7 +122,7 @@ def main():
 
     # Validate
     model.eval()  # no dropout
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions
     with torch.no_grad():
         for x, y in DataLoader(test, args.batch_size):
             output, y = model(x.to(device)), y.to(device)

@@ -1,11 +1,11 @@
-"""Tensor parallel: each layer is cut over the ranks of a group, and FSDP shards data and states over the groups.
+"""Tensor parallel: split each layer over a group of ranks; FSDP shards data and states over the groups.
 
     torchrun --nproc-per-node 2 train_tensor_parallel.py                 # one group of two
     torchrun --nproc-per-node 4 train_tensor_parallel.py --tensor 2      # two groups of two: a mesh of 2 x 2
-    python train_tensor_parallel.py                                      # one rank: nothing is cut
+    python train_tensor_parallel.py                                      # one rank: nothing is split
 
-For layers too large for one GPU, or more GPUs than the batch has samples for. It costs two all-reduces of activations
-per block and step, which nothing hides: keep a group within one machine, on NVLink if there is any.
+For layers too large for one GPU, or more GPUs than the batch has samples. It costs two all-reduces of activations per
+block and step, which nothing hides: keep a group within one machine, on NVLink if possible.
 """
 
 import os
@@ -31,7 +31,7 @@ DATA = Path(__file__).resolve().parent.parent / "common" / "data" / "fashion_mni
 
 
 class Block(nn.Module):
-    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+    """A transformer's MLP block: (batch, width) -> (batch, width)."""
 
     def __init__(self, width, dropout):
         super().__init__()
@@ -42,14 +42,14 @@ class Block(nn.Module):
         return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
 
 
-def build_model(dropout):  # YOUR MODEL: any nn.Module; its layer that repeats takes the place of Block below
-    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+def build_model(dropout):  # YOUR MODEL: any nn.Module; replace Block below by the class of its repeated layer
+    """Build a model: (batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [Block(128, dropout) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
 
 
-def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
-    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, for training and testing
+    """Load Fashion-MNIST: float32 images (N, 1, 28, 28), standardised to mean 0 and variance 1; labels (N,), 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
     x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
@@ -57,19 +57,19 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 
 
 def require(condition, message):
-    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    """Exit with code 2 and one message per machine unless `condition` holds."""
     if not condition:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun ends this rank once the printing one is gone
         sys.exit(2)
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
 
-    # Options and data: a bad value ends the program here, before any device is touched
+    # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
     parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
@@ -89,7 +89,7 @@ def main():
     require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
     require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
     require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
-    require(not args.save or not args.save.exists(), f"--save {args.save} exists: choose another folder")  # no mixture
+    require(not args.save or not args.save.exists(), f"--save {args.save} exists: choose another folder")  # don't mix
     require(not args.load or (args.load / ".metadata").is_file(), f"--load {args.load} is no folder that --save made")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
     if args.float64:
@@ -98,7 +98,7 @@ def main():
     train, test = load_data(args.data)
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
-    # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    # Device: torchrun sets each rank's variables; plain python starts a single rank
     peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
@@ -113,70 +113,70 @@ def main():
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
-    # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
+        torch.cuda.set_device(device)  # or every rank's first allocation lands on GPU 0
+    # Collective: waits for all ranks. device_id binds NCCL to this GPU now instead of at the first collective
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
-    # Ranks 0 and 1 are neighbours in a group: inside a group runs tensor parallel, between groups data parallel
+    # Neighbouring ranks form a group: tensor parallel within a group, data parallel between groups
     mesh = init_device_mesh(device.type, (groups, tensor), mesh_dim_names=("data", "tensor"))
     group = mesh["data"].get_local_rank()
 
-    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
+    # Data loader. For slow data, add num_workers and persistent_workers; see load_data.py
     sampler = DistributedSampler(
         train, groups, group, seed=args.seed, drop_last=True
     )  # the same on all ranks of a group
-    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    # drop_last: only full batches, so all samples weigh the same
     loader = DataLoader(train, args.batch_size // groups, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
     torch.manual_seed(args.seed)
-    # The same seed gives the same weights on all ranks. A model too large for that: build it on device="meta", shard,
-    # to_empty(device=device), then initialise or load
+    # The same seed gives all ranks the same weights. If the model is too large for that, build it on device="meta",
+    # shard it, call to_empty(device=device), then initialise or load it
     model = build_model(args.dropout).to(device)
-    # BF16 for the gathered weights and the arithmetic; gradients are averaged, and weights updated, in FP32. A block's
-    # output stays in BF16, for the layer after it need not cast its inputs; the whole model's is FP32, for the loss
+    # BF16 for gathered weights and arithmetic, FP32 for averaging gradients and updating weights. A block's output
+    # stays in BF16, because the next layer might not cast its inputs; the model's output is FP32, for the loss
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.precision == "bf16" else {}
     policy, last = MixedPrecisionPolicy(**bf16), {**bf16, "output_dtype": torch.float32} if bf16 else {}
-    # Each rank has some of the hidden features: rows of up.weight and columns of down.weight, with a sum at the end. Of
-    # attention it has some of the heads: the projections to q, k and v are cut as up is, the last one as down is
+    # Each rank has some hidden features: rows of up.weight and columns of down.weight, and down's results are summed.
+    # In attention, each rank has some heads: split the q, k and v projections like up, the output projection like down
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     blocks = [layer for layer in model.modules() if isinstance(layer, Block)]
     require(blocks, "the model has no Block: name the class of its layer that repeats, or all is gathered at once")
     for layer in blocks:
         parallelize_module(layer, mesh["tensor"], plan)
-        fully_shard(layer, mesh=mesh["data"], mp_policy=policy)  # what is gathered together: one block at a time
-    fully_shard(model, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**last))  # for all parameters that are left
-    torch.manual_seed(args.seed + group)  # after the sum all ranks of a group hold the same, and must drop the same
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding: it must know the shards
+        fully_shard(layer, mesh=mesh["data"], mp_policy=policy)  # gathers one block at a time
+    fully_shard(model, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**last))  # shards the remaining parameters
+    torch.manual_seed(args.seed + group)  # ranks of a group hold the same sums and drop the same
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding, so that it holds the shards
     if args.load:
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(states, checkpoint_id=args.load)  # collective: each rank reads its part, however it was cut before
+        dcp.load(states, checkpoint_id=args.load)  # collective: each rank reads its part, whatever the old sharding
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
         for param_group in optimizer.param_groups:
-            param_group["lr"] = args.lr  # this command's --lr, not that of the file
+            param_group["lr"] = args.lr  # this command's --lr, not the file's
 
     # Train
     if rank == 0:
-        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started? They didn't find each other
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
-        sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first
+        sampler.set_epoch(step // len(loader))  # or every epoch has the same order
         for x, y in loader:
-            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            # Copies from pinned memory are asynchronous; kernels that need the data wait in the GPU's queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
-            # Collectives: between groups, forward gathers each block's weights just before it, and frees them after it;
-            # in a group, it sums what down gives
+            # Collectives: between groups, forward gathers each block's weights just before use and frees them
+            # afterwards; within a group, it sums down's outputs
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
-            # Collectives: between groups, gathers them again, and gives each rank the average of its part of the
-            # gradients; in a group, sums the gradients of what up takes
+            # Collectives: between groups, gathers weights again, then averages gradients and gives each rank its part;
+            # within a group, sums the gradients of up's inputs
             loss.backward()
             optimizer.step()
             step += 1
             if step % args.log_every == 0 or step == args.steps:
                 mean = loss.detach() / ranks
-                dist.all_reduce(mean)  # collective: every rank logs at the same steps, or all wait for ever
-                mean = mean.item()  # waits for the device: else the clock times launches instead of work
+                dist.all_reduce(mean)  # collective: all ranks must log at the same steps, or wait forever
+                mean = mean.item()  # waits for the device, or the clock would time only launches
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
                 if rank == 0:
                     print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
@@ -184,29 +184,29 @@ def main():
             if step == args.steps:
                 break
 
-    # Validate: each group takes every n-th test sample. A DistributedSampler would repeat some to make the parts equal
+    # Validate: each group takes every n-th test sample. A DistributedSampler would repeat some to equalise the parts
     model.eval()  # no dropout
     mine = Subset(test, range(group, len(test), groups))
-    most = len(range(0, len(test), groups))  # samples of group 0: others may have one less
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    most = len(range(0, len(test), groups))  # group 0's samples; others may have one less
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size // groups):
             output, y = model(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
         if -(-most // loader.batch_size) > -(-len(mine) // loader.batch_size):
-            model(x.to(device))  # forward is a collective: as many on each rank
+            model(x.to(device))  # forward is a collective, so all ranks need equally many
     dist.all_reduce(sums, group=mesh["data"].get_group())  # collective: one rank of each group
     loss, accuracy = (sums / len(test)).tolist()
     if rank == 0:
         print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
 
-    # Save: collective. Each rank writes its part; the file .metadata, written last, makes it a whole
+    # Save: collective. Each rank writes its part; the file .metadata, written last, completes it
     if args.save:
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.save(states, checkpoint_id=args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
-        os._exit(0)  # or Python may abort: gloo threads still run. No atexit function runs, so finish your logger first
+        os._exit(0)  # gloo's threads could abort a normal exit. This skips atexit functions, so close your logger first
 
 
 if __name__ == "__main__":

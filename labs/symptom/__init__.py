@@ -4,8 +4,8 @@
     python train.py 2>&1 | tee train.log; python -m labs.symptom --file train.log
     python -m labs.symptom --list                     # the whole catalog, by subject
 
-Reads a traceback, a log, or a few words of your own, and prints the rows of the catalog that fit, the best one first.
-Exit code: 0, 1 if no row has the cause, 2 for bad input. No GPU is needed, and nothing is sent anywhere.
+Reads a traceback, a log, or a few words of your own, and prints the matching rows of the catalog, the best one first.
+Exit code: 0, 1 if no row has the cause, 2 for bad input. It needs no GPU and sends nothing anywhere.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from labs.symptom.catalog import Match, Row, rows, search, subjects, unknown_err
 PROG = "python -m labs.symptom"
 RATE = "On 29 November 2026 the right row came first for 16 of 26 texts from public threads that it wasn't built with."
 MORE = 2
-"""Rows beside the best one that are named."""
+"""Maximum number of further rows to name."""
 NEAR = 0.5
-"""And score at least this share of it."""
+"""A further row needs at least this share of the best score."""
 
 
 def answer(matches: list[Match], unknown: str = "") -> Iterator[str]:
-    """Lines about what `search` found, which is not empty: the best row in full, the names of the next.
+    """Yield lines about the non-empty result of `search`: the best row in full, the names of the next.
 
-    `unknown` is an error that no row knows, which comes first: what was found only follows from one.
+    `unknown` is an error that no row knows. It comes first, because the matches are only its consequences.
     """
     best = matches[0]
     if unknown:
@@ -45,7 +45,7 @@ def answer(matches: list[Match], unknown: str = "") -> Iterator[str]:
 
 
 def in_full(row: Row) -> Iterator[str]:
-    """Lines about a row."""
+    """Yield lines about a row."""
     yield from _wrapped("cause", row.why)
     yield from _wrapped("fix", row.fix)
     if row.follows:
@@ -57,7 +57,7 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 
 def whole_catalog() -> Iterator[str]:
-    """All rows by subject, each in a few lines."""
+    """Yield all rows by subject, each in a few lines."""
     for subject in subjects():
         here = [row for row in rows() if row.subject == subject]
         yield f"== {subject}: {len(here)} =="
@@ -70,7 +70,7 @@ def whole_catalog() -> Iterator[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, epilog=RATE, formatter_class=form)
     parser.error = lambda message: fail(PROG, message)  # one line, without the usage
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _read(path: Path) -> str:
-    """What a log holds, its last megabytes if it is long; `-` is standard input."""
+    """Read a log, or standard input for `-`; only the last 4 MB of a long log."""
     if str(path) == "-":
         return sys.stdin.read()
     with path.open("rb") as file:

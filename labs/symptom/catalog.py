@@ -1,4 +1,4 @@
-"""The catalog of errors, and the row that fits a text: a traceback, a log, or a few words of your own."""
+"""The catalog of errors, and a search for the row that fits a traceback, a log, or a few words of your own."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from pathlib import Path
 
 CATALOG = Path(__file__).with_name("catalog.toml")
 FOLLOWS = (1.0, 0.5, 0.12, 0.05)
-"""Weight of a row by how much it only follows from something else: a cause in the same text comes first."""
+"""Weight by a row's `follows`: a cause in the same text ranks above its consequences."""
 CLEAR = 8.0
-"""An error with this score comes before what follows from it, however long the message of the latter: NCCL's are."""
+"""An error with this score ranks above a consequence, whose message may be much longer: NCCL's are."""
 IN_ORDER = (0.4, 0.8, 0.3)
-"""A score's factors: in any order, added by the share of neighbours that are neighbours, added by a whole phrase."""
+"""Factors of the score: base (any order), share of adjacent word pairs that are adjacent, bonus for a whole phrase."""
 OTHER_KIND = 0.6
-"""Weight if the text names an exception of another kind than the catalog."""
+"""Weight if the text names a different kind of exception than the catalog."""
 SOURCE_LINE, WARNS, AFTERMATH = 0.4, 0.6, 0.8
-"""Weight of a line of code in a traceback (it shows what was called, not what went wrong), of a warning, and of an
-exception that was raised while another one was handled."""
+"""Weights of a traceback's source line (which shows what was called, not what went wrong), of a warning, and of an
+exception raised while handling another one.
+"""
 EVERYDAY_WEIGHT = 0.5
 LEAST_SHARE, LEAST_SCORE, SHORT_WEIGHT = 0.6, 5.0, 3.5
-"""Of a phrase by weight that must be there, of a score, and of a short phrase that is there word for word: no row is
-better than a wrong one."""
+"""Minimum share of a phrase's weight, minimum score, and minimum weight of a short phrase that matches word for word.
+No row is better than a wrong one.
+"""
 COMMON = set(
     """a an and are as at be been but by can do for from has have if in is it its may might more no not of on or so some
     such than that the their then there this to up was when where which with you your after all any because during each
@@ -35,7 +37,7 @@ COMMON = set(
     userwarning futurewarning modulenotfounderror named module python torch line file traceback most recent call last
     original""".split()
 )
-"""Words that say nothing, among them the names of exceptions."""
+"""Words without information, including names of exceptions."""
 EVERYDAY = set(
     """again already another before called cannot could different does expected failed first following found get given
     got index had into last let like line list long make memory model must name named new none number object one
@@ -44,28 +46,28 @@ EVERYDAY = set(
     argument device function input output tensor data dataset batch gpu gpus cuda exit code status loss""".split()
 )
 LOOSE = {"RuntimeError", "ValueError", "AssertionError", "Exception", "DistBackendError", "AcceleratorError", "Error"}
-"""Kinds of exceptions that libraries exchange for each other between versions."""
+"""Kinds of exceptions that libraries exchange between versions."""
 NAMES_DECIDE = {
     "NameError": slice(None),
     "KeyError": slice(None),
     "ModuleNotFoundError": slice(None),
-    "AttributeError": slice(1),  # of which object or module, not which attribute
-    "ImportError": slice(1, 2),  # from which module
+    "AttributeError": slice(1),  # the object or module, not the attribute
+    "ImportError": slice(1, 2),  # the module
     "TypeError": slice(-1, None),
-    "CalledProcessError": slice(1),  # which program
+    "CalledProcessError": slice(1),  # the program
 }
-"""Kinds whose message is always the same but for names in quotes, and which of these must be the same."""
+"""Kinds whose message varies only in quoted names, and which of these names must match."""
 FIXED = re.compile(
     "returned non-zero|unexpected keyword|cannot import name|has no attribute|No module named|is not defined|KeyError"
 )
 KIND = re.compile(r"(?:^|[\s.\]:(])([A-Z]\w*(?:Error|Exception|Warning|Failed|Hit))(?::(?:\s|$)|\()")
 MODULES = re.compile(r"(?:[a-z_]\w*\.){2,}(?:(?=[A-Z])|\w+:(?=\S))")
-"""The modules before the name of a class, or before what a logger says."""
+"""Modules before a class name, or before a logger's message."""
 FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d+(?:;\d+)*m")
-"""As Python 3.13 and loggers print it to a terminal: around the kind of an exception, too. Pages drop the escape."""
+"""Colour codes from Python 3.13 and loggers, also around an exception's name. Web pages drop the escape character."""
 PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|\(\w+ pid=\d+[^)]*\)\s*|[|│>+❱]\s?)*")
-"""Of a line: the rank that a launcher names, what a terminal or a mail draws."""
+"""Prefix of a line: a launcher's rank, a terminal's frame, or a mail's quote marks."""
 TOKEN = re.compile(r"\w+")
 QUOTED = re.compile(r"['\"`]([\w./-]+)['\"`]")
 URL = re.compile(r"https://\S+")
@@ -73,7 +75,7 @@ URL = re.compile(r"https://\S+")
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of error: fields as in catalog.toml."""
+    """One kind of error, with the fields of catalog.toml."""
 
     name: str
     subject: str
@@ -90,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Match:
-    """A row that fits, how well (larger is better) and the line of the text that it was found in."""
+    """A matching row, its score (larger is better) and the line of the text that matched."""
 
     row: Row
     score: float
@@ -99,7 +101,7 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class _Phrase:
-    """A phrase of a row: its words once each, in order, what they weigh, its exception and the names that decide."""
+    """A phrase of a row: its unique words in order, their weight, its exception and the names that must match."""
 
     row: Row
     words: tuple[str, ...]
@@ -107,12 +109,12 @@ class _Phrase:
     kind: str
     names: frozenset[str]
     beside: str
-    """In lower case: must be somewhere in the text."""
+    """Lower-case text that must also occur somewhere."""
 
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """All rows, in the order of the file."""
+    """Return all rows, in file order."""
     read = tomllib.loads(CATALOG.read_text("utf-8"))
     return tuple(
         Row(name, subject, **{**of, "see": tuple(of["see"])}) for subject in read for name, of in read[subject].items()
@@ -120,30 +122,32 @@ def rows() -> tuple[Row, ...]:
 
 
 def subjects() -> tuple[str, ...]:
-    """The catalog's chapters, in the order of the file."""
+    """Return the catalog's chapters, in file order."""
     return tuple(dict.fromkeys(row.subject for row in rows()))
 
 
 def words(text: str) -> list[str]:
-    """Words in lower case, without numbers, paths and punctuation: what two texts of one error have in common."""
+    """Return lower-case words without numbers, paths and punctuation: what two reports of one error share."""
     text = re.sub(
         r"torch_\d+_\d+(?:_\d+)?", "torch_shared_file", MODULES.sub(" ", text)
     )  # as torch names them in /dev/shm
-    text = re.sub(r"(?:exit|return) ?code *[:=]? *\(?-", "exitcode_minus_", text, flags=re.IGNORECASE)  # which signal
+    text = re.sub(
+        r"(?:exit|return) ?code *[:=]? *\(?-", "exitcode_minus_", text, flags=re.IGNORECASE
+    )  # keeps the signal
     text = re.sub(r"exit code (\d+)", r"exit_code_\1", text)
     text = re.sub(r"errno:? (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
     text = re.sub(r"(?:0x[0-9a-f]+|(?<![a-z_])[\d.]+(?![a-z_]))", " ", text.lower())
-    text = re.sub(r"\S*/\S+/(\S*)", r" \1 ", text)  # of a path the file
+    text = re.sub(r"\S*/\S+/(\S*)", r" \1 ", text)  # keeps only the file of a path
     found = re.findall(r"[a-z_][a-z0-9_]*|\N{EM DASH}|\N{EN DASH}", text)
     return [word for word in found if word not in COMMON]
 
 
 def search(text: str, most: int = 3) -> list[Match]:
-    """The rows that fit best, best first; empty if none does.
+    """Return the best matching rows, best first; empty if none match.
 
-    Each line of the text is held against each phrase of each row. A word weighs the more, the fewer rows have it. A
-    phrase scores what its words weigh that are found, times the share of the phrase that this is, times how far they
-    have the phrase's order. So the most specific line decides, and a row that only follows from another comes last.
+    Compares each line of the text with each phrase of each row. The fewer rows contain a word, the more it weighs. A
+    phrase scores the weight of its words found, times their share of the phrase, times how well they keep its order. So
+    the most specific line decides, and a row that only follows from another ranks last.
     """
     best: dict[str, Match] = {}
     whole = text.lower()
@@ -159,7 +163,7 @@ def search(text: str, most: int = 3) -> list[Match]:
 
 
 def unknown_error(text: str) -> str:
-    """The first line that raises an error which no row knows, if all that is known only follows from an error."""
+    """Return the first error that no row knows, if all matches are only consequences of an error; else ""."""
     known = search(text, most=1)
     if known and not known[0].row.follows:
         return ""
@@ -175,7 +179,7 @@ def _is_clear_cause(match: Match) -> bool:
 
 
 def _fitting(line: str, trust: float, whole: str) -> Iterator[Match]:
-    """The rows that fit one line, some more than once."""
+    """Yield the rows that match one line, some more than once."""
     weigh = _weights()
     said = words(line)
     pairs, kind, joined = set(pairwise(said)), _kind(line), f" {' '.join(said)} "
@@ -192,15 +196,15 @@ def _fitting(line: str, trust: float, whole: str) -> Iterator[Match]:
         if (is_whole and phrase.total >= SHORT_WEIGHT) or (phrase.names and kind == phrase.kind):
             score = max(score, LEAST_SCORE)
         if phrase.beside:
-            score *= 1.5  # two places of the text say so
+            score *= 1.5  # two places in the text agree
         if score >= LEAST_SCORE:
             yield Match(phrase.row, score * FOLLOWS[phrase.row.follows], line.strip())
 
 
 def _lines(text: str) -> Iterator[tuple[str, float]]:
-    """Each line that says something new, and two that follow each other as one (a terminal breaks messages).
+    """Yield each distinct line, and each pair of adjacent lines joined (terminals break messages), with its trust.
 
-    With each line how far it can be trusted to say what went wrong.
+    The trust says how reliably a line tells what went wrong.
     """
     text = COLOUR.sub("", text).replace("\\n", "\n")
     lines = [PREFIX.sub("", line).rstrip(" │") for line in text.splitlines()]
@@ -216,19 +220,19 @@ def _lines(text: str) -> Iterator[tuple[str, float]]:
     joined = [(f"{a} {b}", min(s, t)) for (a, s), (b, t) in pairwise(trusted)]
     seen: dict[str, tuple[str, float]] = {}
     for line, trust in [*trusted, *joined]:
-        seen.setdefault(" ".join(words(line)), (line, trust))  # a log says one thing many times
+        seen.setdefault(" ".join(words(line)), (line, trust))  # a log repeats itself
     yield from seen.values()
 
 
 def _order(phrase: tuple[str, ...], pairs: set[tuple[str, str]], is_whole: bool) -> float:
-    """IN_ORDER for the share of neighbours in the phrase that are neighbours in the text."""
+    """Weigh a phrase's order by the share of its adjacent words that are adjacent in the text, using IN_ORDER."""
     neighbours = list(pairwise(phrase))
     share = sum(pair in pairs for pair in neighbours) / len(neighbours) if neighbours else 1.0
     return IN_ORDER[0] + IN_ORDER[1] * share + IN_ORDER[2] * is_whole
 
 
 def _kind(text: str) -> str:
-    """The exception that a line names, "" if none."""
+    """Return the exception that a line names, or ""."""
     found = KIND.findall(text)
     return found[-1] if found else ""
 
@@ -253,7 +257,7 @@ def _phrases() -> list[_Phrase]:
 
 @cache
 def _having() -> dict[str, list[_Phrase]]:
-    """Phrases by the rarer half of their words: without any of these a phrase fits badly."""
+    """Index phrases by the rarer half of their words: without any of these, a phrase can't match well."""
     weigh = _weights()
     found: dict[str, list[_Phrase]] = {}
     for phrase in _phrases():
@@ -265,7 +269,7 @@ def _having() -> dict[str, list[_Phrase]]:
 
 @cache
 def _weights() -> dict[str, float]:
-    """{word: log(rows / rows that have it)}, at least a little."""
+    """Return {word: log(1 + rows / rows that contain it)}, reduced for everyday words."""
     having = Counter(w for row in rows() for w in {w for entry in row.see for w in words(entry.partition(" && ")[0])})
     rare = {word: math.log(1 + len(rows()) / count) for word, count in having.items()}
     return {word: weight * (EVERYDAY_WEIGHT if word in EVERYDAY else 1.0) for word, weight in rare.items()}

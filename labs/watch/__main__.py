@@ -1,25 +1,25 @@
-"""Where does a training run hang? Runs your unchanged script, and reports when and where all its ranks stand still.
+"""Where does a training run hang? Runs your unchanged script, and reports when and where all its ranks stop moving.
 
     torchrun --nproc-per-node 2 -m labs.watch train.py --lr 0.1         # options of labs.watch come before the script
     python -m labs.watch --patience 120 --folder debug train.py
     torchrun --nproc-per-node 2 -m labs.watch -m my_package.train --lr 0.1
 
 When nothing moves for --patience seconds, or a rank dies, each rank writes its stacks, its last collectives and its
-error into --folder, and one rank of each machine prints the diagnosis. python -m labs.postmortem FOLDER repeats it.
-It reports a hang and doesn't end the run. If the run continues, it reports that. A run that ends well leaves nothing.
+error into --folder, and one rank of each machine prints the diagnosis. python -m labs.postmortem FOLDER repeats it. It
+reports a hang without ending the run, and also reports if the run continues. A run that ends well leaves nothing.
 
-With NCCL it starts from what torch has: it sets TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE (unless you
-did), so that torch's own dump of a timeout lands in --folder, for torchfrtrace and for labs.postmortem. It adds the
-Python line of each rank, gloo, and a verdict on which of two ranks is wrong, from their earlier steps.
+With NCCL it builds on PyTorch's tools: it sets TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE (unless you
+did), so that PyTorch's dump after a timeout lands in --folder, for torchfrtrace and labs.postmortem. It adds each
+rank's Python line, gloo, and a verdict on which of two ranks is wrong, from their earlier steps.
 
-What counts as progress: a collective, an optimizer step, a batch of a DataLoader, the main thread's place in the
-program, the processor time of a process or of its children, bytes of files and sockets. So a long save, a long
-validation or a compilation is no hang. It cannot see an endless loop that computes, which looks like a long validation.
-Give each collective a timeout (init_process_group(timeout=...)): when it is over, the rank that waits has an error.
+Progress is a collective, an optimizer step, a DataLoader batch, a new place of the main thread in the program, CPU time
+of the process or its children, or bytes through files and sockets. So a long save, a long validation or a compilation
+is no hang. It can't detect an endless loop that computes, which looks like a long validation. Give each collective a
+timeout (init_process_group(timeout=...)), so that a waiting rank gets an error.
 
-Ranks find each other through torchrun's store, also on several machines; each needs the folder on a disk that all
-share, or it reports its own ranks alone. It doesn't watch single ranks that the script itself starts (mp.spawn).
-On nine unseen hangs rebuilt from public reports (gloo, November 2026) it named rank, call and line in eight.
+Ranks find each other through torchrun's store, even across machines. They need the folder on a shared disk; otherwise
+each machine reports only its own ranks. It doesn't watch ranks that the script itself starts (mp.spawn). On nine unseen
+hangs rebuilt from public reports (gloo, November 2026) it named rank, call and line in eight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATIENCE_S = 60.0
 
 
 def options(args: list[str]) -> tuple[float, Path, list[str], str]:
-    """Patience in s, folder, script with its own arguments, its name as a module or "". Bad input: one line, code 2."""
+    """Return patience in s, folder, script with its arguments, module name or "". Bad input: one line, exit code 2."""
     parser = argparse.ArgumentParser(
         PROG,
         f"{PROG} [--patience S] [--folder DIR] train.py ...",
@@ -79,22 +79,22 @@ def options(args: list[str]) -> tuple[float, Path, list[str], str]:
 
 
 def _refuse(message: str) -> typing.NoReturn:
-    """By one rank of each machine."""
+    """Exit with a message from one rank of each machine."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # until torchrun ends this rank, because the one that prints has ended
+        time.sleep(10)  # torchrun ends this rank once the printing one has ended
         sys.exit(2)
     fail(PROG, message)
 
 
 def diagnosis(folder: Path) -> Iterator[str]:
-    """The lines to print about the evidence."""
+    """Yield the lines to print about the evidence."""
     yield from textwrap.wrap(str(diagnose(evidence.read(folder))), 112)
     yield f"python -m labs.postmortem {shlex.quote(os.path.relpath(folder))} shows what each rank did last"
 
 
 def run_script(argv: list[str], module: str, watchdog: Watchdog) -> None:
-    """Run a script as Python itself would, and report to the watchdog how it ends."""
-    path = os.path.abspath(argv[0])  # now: the script may change the folder
+    """Run a script as Python itself would, and report its end to the watchdog."""
+    path = os.path.abspath(argv[0])  # resolve now, because the script may change directory
     exit_at_once = os._exit
 
     def end(code: int) -> None:
@@ -105,9 +105,9 @@ def run_script(argv: list[str], module: str, watchdog: Watchdog) -> None:
         end(code)
         exit_at_once(code)
 
-    os._exit = leave  # it runs no exit handler, so this must come first
+    os._exit = leave  # it runs no exit handlers, so report first
     codes = [0]
-    atexit.register(watchdog.stop)  # the first to be registered is the last to run
+    atexit.register(watchdog.stop)  # the first registered handler runs last
     atexit.register(lambda: end(codes[0]))
     try:
         as_main.run(argv, module)
@@ -118,7 +118,7 @@ def run_script(argv: list[str], module: str, watchdog: Watchdog) -> None:
         error = f"{type(e).__name__}: {e}"
         trace = as_main.of_script(e.__traceback__, path)
         watchdog.end(1, error, "".join(format_exception(type(e), e, trace)))
-        print_error = sys.excepthook  # the script's own, perhaps
+        print_error = sys.excepthook  # possibly the script's own
 
         def hook(kind: type, raised: BaseException, trace: types.TracebackType | None) -> None:
             print_error(kind, raised.with_traceback(as_main.of_script(trace, path)), raised.__traceback__)
@@ -133,7 +133,7 @@ def main() -> None:
     patience_s, folder, argv, module = options(sys.argv[1:])
     try:
         watchdog = Watchdog(folder, patience_s, diagnosis, PROG)
-    except BadInput as e:  # a launcher's environment that contradicts itself
+    except BadInput as e:  # a launcher's environment contradicts itself
         _refuse(str(e))
     watchdog.start()
     run_script(argv, module, watchdog)

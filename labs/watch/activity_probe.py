@@ -1,7 +1,7 @@
-"""Does this process make progress? A thread beside it asks about once per second.
+"""Does this process make progress? The watchdog thread asks about once per second.
 
-A training run that hangs does nothing at all, while a slow one does something: it computes, reads or writes, or its
-workers do. No single sign fits all programs, so any one of them counts. Imports no torch.
+A hung training run does nothing at all, while a slow one or its workers compute, read or write. No single sign fits all
+programs, so any one counts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from labs.kit import _compat
 
 BUSY = 0.1
-"""Share of a core above which a process computes; a thread that logs, or asks a store now and then, takes less."""
+"""Share of a core above which a process computes; a thread that logs or polls a store uses less."""
 BYTES_PER_S = 65_536
 """Rate above which a process reads or writes; this probe and a logger stay below it."""
 SWITCHES_PER_S = 1.0
 """Rate at which a busy loader worker sleeps and wakes; an idle one wakes every 5 s."""
-TCP_BYTES = (120, 136)  # of bytes_acked and bytes_received in struct tcp_info, linux/tcp.h
-DEEPEST = 500  # frames of a stack that are looked at
+TCP_BYTES = (120, 136)  # bytes_acked and bytes_received in struct tcp_info, linux/tcp.h
+DEEPEST = 500  # maximum number of stack frames to read
 
 
 class ActivityProbe:
@@ -42,7 +42,7 @@ class ActivityProbe:
         self.samples: dict[str, tuple[float, Any]] = {}
 
     def look(self) -> str:
-        """One sign is enough, and the cheap ones come first; a sign that was not read starts again."""
+        """Check cheap signs first and stop at the first one; a sign that wasn't read starts over."""
         signs: dict[str, Callable[[], bool]] = {
             "steps": self._counts_changed,
             "stack": self._stack_is_new,
@@ -52,13 +52,13 @@ class ActivityProbe:
             "processes": self._processes_work,
         }
         for name, sign in signs.items():
-            with suppress(OSError):  # a process or a file that has gone meanwhile
+            with suppress(OSError):  # the process or file has gone in the meantime
                 if sign():
                     return name
         return ""
 
     def _counts_changed(self) -> bool:
-        """Collectives, optimizer steps, batches."""
+        """Compare collectives, optimizer steps and batches."""
         before, self.counted = self.counted, self.counts.now()
         if before == self.counted:
             return False
@@ -66,9 +66,9 @@ class ActivityProbe:
         return True
 
     def _stack_is_new(self) -> bool:
-        """Whether the main thread is at a place that is new since the last progress.
+        """Return whether the main thread is at a place not seen since the last progress.
 
-        Another place is not enough: a loop that waits moves between a few places for ever.
+        A different place is not enough: a waiting loop alternates between a few places forever.
         """
         stack = positions(sys._current_frames().get(self.main.ident or 0))
         new = stack not in self.known_stacks
@@ -76,7 +76,8 @@ class ActivityProbe:
         return new
 
     def _computes(self) -> bool:
-        """All threads but this one; together with the time for which the main thread could run and no core was free.
+        """Measure all threads but this one, plus the time in which the main thread could have run but found no free
+        core.
 
         A host that waits for NCCL spins, which is no work: then only a new stack counts.
         """
@@ -85,19 +86,19 @@ class ActivityProbe:
         return share >= BUSY and not self.counts.nccl_is_under_way()
 
     def _reads_or_writes(self) -> bool:
-        """Files by the kernel's count for this process, sockets by TCP's own."""
+        """Count file bytes by the kernel's counter, socket bytes by TCP's."""
         of_others = characters("self") - characters(f"self/task/{threading.get_native_id()}")  # this thread reads /proc
         return self._rate("bytes", of_others + tcp_bytes()) >= BYTES_PER_S
 
     def _waits_for_disk(self) -> bool:
-        """In a call such as fsync that cannot even be interrupted (state D)."""
+        """Return whether the main thread is in an uninterruptible call such as fsync (state D)."""
         return Path(f"/proc/self/task/{self.main.native_id}/stat").read_text().rpartition(")")[2].split()[0] == "D"
 
     def _processes_work(self) -> bool:
-        """Whether a process that it has started computes; or a worker of a loader sleeps and wakes, or reads."""
+        """Return whether a child process computes, or a loader worker sleeps and wakes, or reads."""
         import psutil
 
-        workers = {p.pid for p in list(multiprocess._children)}  # not active_children(): that one also reaps them
+        workers = {p.pid for p in list(multiprocess._children)}  # active_children() would also reap them
         is_active = False
         for p in psutil.Process().children(recursive=True):
             with suppress(psutil.Error, OSError):
@@ -111,7 +112,7 @@ class ActivityProbe:
         return is_active
 
     def _rate(self, name: str, value: float) -> float:
-        """By how much `value` has risen per second since the last look; 0 at the first."""
+        """Return how much `value` has risen per second since the last look; 0 at the first."""
         now = time.monotonic()
         then, before = self.samples.get(name, (now, value))
         self.samples[name] = (now, value)
@@ -119,7 +120,7 @@ class ActivityProbe:
 
 
 def positions(frame: FrameType | None) -> tuple:
-    """Where in its code each frame of a stack is, innermost first."""
+    """Return each stack frame's position in its code, innermost first."""
     found: list[tuple[int, int]] = []
     while frame is not None and len(found) < DEEPEST:
         found.append((id(frame.f_code), frame.f_lasti))
@@ -128,7 +129,7 @@ def positions(frame: FrameType | None) -> tuple:
 
 
 def characters(pid: str) -> int:
-    """Bytes that a process, or a thread, has read and written so far, from caches as well; 0 where none are counted."""
+    """Return bytes that a process or thread has read and written so far, including from caches; 0 if not counted."""
     try:
         rows = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     except OSError:
@@ -137,7 +138,7 @@ def characters(pid: str) -> int:
 
 
 def tcp_bytes() -> int:
-    """Bytes that have come and gone through this process's TCP connections that are open now. Linux; elsewhere 0."""
+    """Return bytes sent and received through this process's open TCP connections. Linux; elsewhere 0."""
     total = 0
     with suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):
@@ -148,7 +149,7 @@ def tcp_bytes() -> int:
 
 
 def _socket(descriptor: int) -> socket.socket:
-    """A second handle on a socket, to be closed. OSError if it is none."""
+    """Return a second handle on a socket; the caller closes it. OSError if it isn't one."""
     if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
         raise OSError
     copy = os.dup(descriptor)
@@ -160,26 +161,26 @@ def _socket(descriptor: int) -> socket.socket:
 
 
 def _waited_for_a_core(pid: int) -> float:
-    """Seconds for which a process's first thread could have run and was not let: on a machine that is too busy."""
+    """Return how many seconds a process's first thread was ready to run but got no core."""
     with suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 class Counts:
-    """What torch has counted, once the program has loaded torch: nothing here loads it."""
+    """PyTorch's counters, once the program has loaded torch; this class never loads it."""
 
     def __init__(self) -> None:
         self.optimizer_steps = self.batches = 0
         self.hooked: set[str] = set()
 
     def now(self) -> tuple:
-        """Changes whenever a collective begins or ends, an optimizer has made a step, or a loader gives a batch."""
+        """Return a tuple that changes with every collective's begin or end, optimizer step, or batch."""
         self._hook()
         return self.optimizer_steps, self.batches, *(dump(includeCollectives=False) for dump in self._dumps())
 
     def nccl_is_under_way(self) -> bool:
-        """Whether NCCL has not ended all that it was given."""
+        """Return whether NCCL still has unfinished work."""
         import json
 
         for dump in self._dumps()[1:]:
@@ -189,11 +190,11 @@ class Counts:
         return False
 
     def _dumps(self) -> list[Callable[..., bytes]]:
-        """Of the recorders of gloo and of NCCL."""
+        """Return the dump functions of gloo's and NCCL's recorders."""
         return _compat.flight_recorders_in_json()
 
     def _hook(self) -> None:
-        """Count from now on what the program's torch does, once that part of it is loaded."""
+        """Start counting steps and batches once the program has loaded that part of torch."""
         optimizer, iterator = sys.modules.get("torch.optim.optimizer"), _compat.loaded_loader_iterator()
         if "optimizer" not in self.hooked and hasattr(optimizer, "register_optimizer_step_post_hook"):
             self.hooked.add("optimizer")
@@ -207,12 +208,12 @@ class Counts:
 
 
 class Counted:
-    """A method that is counted when it is looked up. It then runs as it is: no traceback shows that it was counted."""
+    """Counts a method when it is looked up. The method runs unchanged, so no traceback shows the counter."""
 
     def __init__(self, method: Callable, counts: Counts) -> None:
         self.method, self.counts = method, counts
 
     def __get__(self, instance: Any, owner: type) -> Callable:
-        """The method itself."""
+        """Return the method itself."""
         self.counts.batches += instance is not None
         return self.method.__get__(instance, owner)

@@ -1,8 +1,8 @@
-"""From what the ranks left to one sentence: which rank, which collective, which line.
+"""Turn the ranks' evidence into one sentence: which rank, which collective, which line.
 
-All ranks of a group must make the same calls in the same order. So their recorders are compared, and the first call
-that differs, or that a rank has not made, is where it went wrong. Which of two ranks is wrong follows from the other
-ranks (three or more), or from what came after the same call in earlier steps. Where neither decides, it says so.
+All ranks of a group must make the same calls in the same order. The first call in their recorders that differs, or that
+a rank hasn't made, is where it went wrong. The other ranks (three or more) show which of two ranks is wrong, or else
+what followed the same call in earlier steps. If neither decides, the diagnosis says so.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CONSEQUENCE = re.compile(
     r"|DistNetworkError|DistBackendError|NCCL|SignalException|SIGTERM|KeyboardInterrupt|failed to recv",
     re.I,
 )
-"""In an error that reports another rank's fault."""
+"""Marks an error that only reports another rank's fault."""
 MISMATCH = re.compile(r"Detected mismatch between collectives", re.I)
 ENDED_BY_OTHERS = ("SIGTERM", "SIGINT")
 ANY_SIZE = re.compile(r"scatter|all_?to_?all|_v\b|_v_", re.I)
 """Collectives whose sizes may differ from rank to rank."""
 CONTEXT = 6
-"""Calls before the one in question that are compared with earlier steps, at most."""
+"""Maximum number of preceding calls to compare with earlier steps."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,22 @@ class Diagnosis:
 
     kind: str
     """skipped, another collective, shape, dtype, group, finished, elsewhere, data, point to point, died, error, nothing
-    wrong, unclear."""
+    wrong, unclear.
+    """
     ranks: tuple[int, ...]
-    """The ranks that went wrong; all candidates, where `sure` is false."""
+    """The ranks that went wrong; all candidates if `sure` is false."""
     collective: str
-    """Name of the call that does not complete, such as all_reduce."""
+    """Name of the call that doesn't complete, such as all_reduce."""
     line: Frame | None
-    """The faulty call, or the one that the named rank did not make; of an error, where it was raised."""
+    """The faulty call, or the call that the named rank didn't make; for an error, where it was raised."""
     sentences: tuple[str, ...]
     """Which rank, which collective, which line; then why."""
     sure: bool
     collect: str = ""
-    """What would decide it."""
+    """Evidence that would decide it."""
 
     def __str__(self) -> str:
-        """The sentences, and what to collect next."""
+        """Join the sentences, and what to collect next."""
         return " ".join([*self.sentences, *([f"Collect next: {self.collect}"] if self.collect else [])])
 
 
@@ -62,7 +63,7 @@ DETAIL = "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both ca
 
 
 def diagnose(evidence: Sequence[RankEvidence]) -> Diagnosis:
-    """The diagnosis of the evidence of all ranks. Pure; never raises for evidence that `read` returned."""
+    """Diagnose the evidence of all ranks. Pure; never raises for evidence that `read` returned."""
     job = Job(evidence)
     for look in (
         _nothing_there,
@@ -81,12 +82,12 @@ def diagnose(evidence: Sequence[RankEvidence]) -> Diagnosis:
 
 
 class Job:
-    """The evidence of all ranks, with what each look asks of it."""
+    """The evidence of all ranks, and the questions that each check asks about it."""
 
     def __init__(self, evidence: Sequence[RankEvidence]) -> None:
         self.of = {e.rank: e for e in evidence}
         self.calls = {r: list(e.calls) for r, e in self.of.items() if e.calls}
-        """Of the ranks whose recorder holds something."""
+        """Calls of the ranks whose recorder isn't empty."""
         self.numbered: dict[str, dict[int, dict[int, Call]]] = {}
         """{group: {rank: {number: collective}}}."""
         for r, calls in self.calls.items():
@@ -96,7 +97,7 @@ class Job:
                     of_rank.setdefault(r, {})[call.number] = call
 
     def members(self, group: str) -> list[int]:
-        """Ranks of a group that left a recorder: as the recorders say, or else all that used it."""
+        """Return the group's ranks that left a recorder: those the recorders list, or else all that used the group."""
         name = group.split(" ", 1)[1]
         known = {r for e in self.of.values() for r in e.groups.get(name, ())}
         recorded = [r for r, e in self.of.items() if e.calls is not None]
@@ -105,27 +106,27 @@ class Job:
         return sorted((known & set(recorded)) or self.numbered[group])
 
     def stack_line(self, rank: int) -> Frame | None:
-        """Where the main thread of a rank is, in its own code."""
+        """Return where a rank's main thread is in its own code."""
         return next((f for f in self.of[rank].stack or () if f.is_own), None)
 
     def line(self, rank: int, call: Call) -> Frame | None:
-        """Where a rank made a call. None: not recorded.
+        """Return where a rank made a call; None if not recorded.
 
-        On GPUs autograd's own thread makes the calls of DDP, without Python lines. Then it is where the main thread
-        is, which is in backward or later: as long as the call is the last one, or not over.
+        On GPUs, autograd's thread makes DDP's calls, without Python lines. If the call is the last one or unfinished,
+        return the main thread's place instead, which is in backward or later.
         """
         is_now = call is self.last(rank) or not call.done
         return _line(call) or (self.stack_line(rank) if is_now else None)
 
     def at(self, rank: int, call: Call, other: Call | None = None) -> str:
-        """The same in words, of the line that `other` has not."""
+        """Describe that place, preferring a line that `other` doesn't have."""
         if call.own:
             return _at_line(_line_apart(call, other) if other else _line(call))
         line = self.line(rank, call)
         return f"(its main thread is at {line})" if line else _at_line(None)
 
     def in_torch(self, rank: int) -> str:
-        """Name of the call of torch.distributed that the main thread of a rank is in, or empty."""
+        """Return the torch.distributed function that a rank's main thread is in, or ""."""
         inside = []
         for f in self.of[rank].stack or ():
             if f.is_own:
@@ -135,26 +136,26 @@ class Job:
         return inside[-1] if inside else ""
 
     def blocked_in(self, rank: int) -> Call | None:
-        """The first collective of this rank that a member of its group has not made: it waits there."""
+        """Return this rank's first collective that a member of its group hasn't made: the rank waits there."""
         lacking = (c for c in self.calls.get(rank, ()) if not c.is_p2p and self.missing(c))
         return next(lacking, None)
 
     def missing(self, call: Call) -> list[int]:
-        """Members of the call's group that have not made it, as their recorders say."""
+        """Return members of the call's group that haven't made it, according to their recorders."""
         group = f"{call.backend} {call.group}"
         of_ranks = self.numbered[group]
         return [r for r in self.members(group) if call.number > max(of_ranks.get(r, ()), default=0)]
 
     def uses_nccl(self) -> bool:
-        """Whether a rank's last call is NCCL's: its watchdog aborts each process when a collective times out."""
+        """Return whether a rank's last call is NCCL's, whose watchdog aborts processes after a timeout."""
         return any(calls[-1].backend == "nccl" for calls in self.calls.values())
 
     def last(self, rank: int) -> Call | None:
-        """The last call of a rank."""
+        """Return a rank's last call."""
         return self.calls[rank][-1] if rank in self.calls else None
 
 
-# The looks, in order: each knows one kind of evidence, and returns None where it does not apply ----------------------
+# Checks, in order: each recognises one kind of evidence, and returns None if it doesn't apply ------------------------
 
 
 def _nothing_there(job: Job) -> Diagnosis | None:
@@ -172,7 +173,7 @@ def _all_well(job: Job) -> Diagnosis | None:
 
 
 def _raised(job: Job) -> Diagnosis | None:
-    """An exception of the program itself, not one that reports a lost peer."""
+    """Find the program's own exception, as opposed to one that reports a lost peer."""
     own = [r for r, e in job.of.items() if e.end and _is_own_error(e.end.error)]
     if not own:
         return None
@@ -197,18 +198,18 @@ def _is_own_error(error: str) -> bool:
 
 
 def _ended_at(job: Job, rank: int) -> int:
-    """How many collectives a rank had made: of several that raised, the one that made fewest raised first."""
+    """Count a rank's collectives: of several ranks that raised, the one with the fewest raised first."""
     return sum(not c.is_p2p for c in job.calls.get(rank, ()))
 
 
 def _raised_at(traceback: str) -> Frame | None:
-    """The innermost line of the training's own in the text of a traceback."""
+    """Return the innermost line of a traceback that is in the training code."""
     frames = (Frame(file, int(line), name) for file, line, name in FRAME.findall(traceback))
     return next((f for f in reversed(list(frames)) if f.is_own), None)
 
 
 def _differing_calls(job: Job) -> Diagnosis | None:
-    """The first number of a group at which ranks made another call, or the same from an unusual line."""
+    """Find a group's first number where ranks made different calls, or the same call from an unusual line."""
     found = [d for group in job.numbered if (d := _first_difference(job, group))]
     if not found:
         return None
@@ -217,14 +218,14 @@ def _differing_calls(job: Job) -> Diagnosis | None:
 
 
 def _first_difference(job: Job, group: str) -> dict[int, Call] | None:
-    """{rank: its call} at the first number of the group where they do not fit."""
+    """Return {rank: its call} at the group's first number where the calls don't match."""
     of_ranks = job.numbered[group]
     numbers = sorted(set().union(*of_ranks.values()))
     uneven = any(job.missing(calls[max(calls)]) for calls in of_ranks.values())
     clash = next((n for n in numbers if len({_content(c) for c in _at(of_ranks, n).values()}) > 1), None)
     if clash is None and not uneven:
         return None
-    for n in numbers:  # a rank that takes another way, into a call that looks the same, shows by its line alone
+    for n in numbers:  # a rank on another path, in a call that looks the same, differs only by its line
         calls = _at(of_ranks, n)
         if n == clash or _left_the_way(job, calls):
             return calls
@@ -232,9 +233,9 @@ def _first_difference(job: Job, group: str) -> dict[int, Call] | None:
 
 
 def _left_the_way(job: Job, calls: dict[int, Call]) -> bool:
-    """Whether a rank makes its call from an unusual line while the others are at one where it was before, too.
+    """Return whether a rank calls from an unusual line while the others are where it has been before.
 
-    A rank that never was there has a branch of its own, which is no fault.
+    A rank that was never there has its own branch, which is no fault.
     """
     if len({_where(c) for c in calls.values()}) == 1:
         return False
@@ -248,12 +249,12 @@ def _at(of_ranks: dict[int, dict[int, Call]], number: int) -> dict[int, Call]:
 
 
 def _was_known(job: Job, rank: int, call: Call) -> bool:
-    """Whether `rank` itself has made this call from this line before: otherwise it has a branch of its own."""
+    """Return whether `rank` itself has made this call from this line before; otherwise it's a branch of that rank."""
     return any(_where(c) == _where(call) and c.created_s < call.created_s for c in job.calls[rank])
 
 
 def _content(call: Call) -> tuple:
-    """What must be the same on all ranks."""
+    """Return what must be the same on all ranks."""
     if ANY_SIZE.search(call.name):
         return (call.name,)
     return call.name, call.sizes, call.dtypes
@@ -268,9 +269,9 @@ def _sign(call: Call) -> tuple:
 
 
 def _astray(job: Job, calls: dict[int, Call]) -> list[int]:
-    """Which ranks do something unusual, of ranks whose calls differ. Empty: nothing decides.
+    """Return the ranks that do something unusual, among ranks whose calls differ. Empty if nothing decides.
 
-    Most ranks agree; or else what followed the same calls in earlier steps, on any rank.
+    The majority decides, or else what followed the same calls in earlier steps, on any rank.
     """
     votes = Counter(_sign(c) for c in calls.values())
     [(usual, count), *_] = votes.most_common(1)
@@ -291,7 +292,7 @@ def _before(job: Job, rank: int, call: Call, length: int) -> tuple:
 
 
 def _followers(job: Job, contexts: set[tuple], calls: dict[int, Call], length: int) -> set[tuple]:
-    """What came after these contexts in the calls before the ones in question."""
+    """Return what followed these contexts in earlier calls."""
     found = set()
     for r, call in calls.items():
         signs = [_sign(c) for c in job.calls[r] if c.record < call.record]
@@ -302,7 +303,7 @@ def _followers(job: Job, contexts: set[tuple], calls: dict[int, Call], length: i
 
 
 def _difference(job: Job, calls: dict[int, Call]) -> Diagnosis:
-    """The diagnosis of calls that should be the same and are not."""
+    """Diagnose calls that should be the same but aren't."""
     astray = _astray(job, calls)
     if not astray:
         return _either(job, calls)
@@ -332,7 +333,7 @@ def _difference(job: Job, calls: dict[int, Call]) -> Diagnosis:
 
 
 def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
-    """Calls that differ, with nothing to say which is the right one."""
+    """Diagnose differing calls if nothing shows which one is right."""
     r, a = next(iter(calls.items()))
     s, b = next((s, c) for s, c in calls.items() if _sign(c) != _sign(a))
     said = (
@@ -345,7 +346,7 @@ def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
 
 
 def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
-    """In what `its` differs from `theirs`."""
+    """Say how `its` differs from `theirs`."""
     if its.group != theirs.group:
         return "group"
     if its.name == theirs.name and its.own and _where(its) == _where(theirs):
@@ -359,9 +360,9 @@ def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
 
 
 def _crashed(job: Job) -> Diagnosis | None:
-    """A rank that a signal ended inside of a collective: gloo does that where sizes do not fit. It leaves no dump.
+    """Find a rank that a signal ended inside a collective, as gloo does if sizes don't match. It leaves no dump.
 
-    Its stack is known, its sizes are not; the others' last call is, and what they called there in earlier steps.
+    Its stack is known, its sizes aren't. The others' last call is known, and what they called there in earlier steps.
     """
     crashed = [r for r, e in job.of.items() if "Aborted" in e.crash and job.in_torch(r) and not job.uses_nccl()]
     alive = {r: calls[-1] for r, calls in job.calls.items() if r not in crashed}
@@ -398,7 +399,7 @@ def _crashed(job: Job) -> Diagnosis | None:
 
 
 def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int, Call]) -> Diagnosis:
-    """Ranks in two calls that do not belong together, one of which is known from a stack alone."""
+    """Diagnose ranks in two calls that don't match, one of them known only from a stack."""
     here, name = job.stack_line(crashed[0]), job.in_torch(crashed[0])
     where = tuple((f.file, f.line) for f in job.of[crashed[0]].stack or () if f.is_own)
     rank = next(iter(alive))
@@ -425,7 +426,7 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
 
 
 def _died(job: Job) -> Diagnosis | None:
-    """A rank that left nothing, or that a signal ended."""
+    """Find a rank that left nothing, or that a signal ended."""
     crashed = [r for r, e in job.of.items() if e.crash and not ("Aborted" in e.crash and job.uses_nccl())]
     killed = [*crashed, *(r for r, e in job.of.items() if e.end and e.end.signal not in ("", *ENDED_BY_OTHERS))]
     gone = [r for r, e in job.of.items() if e.is_silent]
@@ -456,7 +457,7 @@ def _died(job: Job) -> Diagnosis | None:
 
 
 def _crossed(job: Job) -> Diagnosis | None:
-    """Ranks whose oldest open call is a send or receive that its peer is not at, in a circle. NCCL records them."""
+    """Find a cycle of ranks whose oldest open send or receive doesn't match its peer's. Only NCCL records these."""
     heads = {r: head for r, calls in job.calls.items() if (head := next((c for c in calls if not c.done), None))}
     waits_for = {}
     for r, head in heads.items():
@@ -481,7 +482,7 @@ def _crossed(job: Job) -> Diagnosis | None:
 
 
 def _waiting(job: Job) -> Diagnosis | None:
-    """Some ranks wait in a collective that others have not called. Whom they wait for may wait for somebody else."""
+    """Find ranks that wait in a collective which others haven't called; those may wait for someone else in turn."""
     blocked = {r: c for r in job.calls if (c := job.blocked_in(r))}
     if not blocked:
         return None
@@ -502,7 +503,7 @@ def _waiting(job: Job) -> Diagnosis | None:
 
 
 def _instead(job: Job, late: list[int]) -> tuple[str, str]:
-    """What ranks do in place of the collective that the others wait for: kind, a sentence."""
+    """Return what ranks do instead of the collective that the others wait for: (kind, sentence)."""
     rank = late[0]
     end, line, who = job.of[rank].end, job.stack_line(rank), f"Rank {rank}"
     if end and end.exit_code == 0:
@@ -521,7 +522,7 @@ def _instead(job: Job, late: list[int]) -> tuple[str, str]:
 
 
 def _circle(job: Job, blocked: dict[int, Call]) -> Diagnosis:
-    """Ranks wait for each other in two groups."""
+    """Diagnose ranks that wait for each other in two groups."""
     first = min(blocked)
     ring = {first: blocked[first]}
     while (after := next(m for m in job.missing(ring[max(ring, key=list(ring).index)]))) not in ring:
@@ -533,12 +534,12 @@ def _circle(job: Job, blocked: dict[int, Call]) -> Diagnosis:
 
 
 def _only_stacks(job: Job) -> Diagnosis | None:
-    """No recorder shows a difference: gloo records no send and receive."""
+    """Diagnose by stacks alone, if no recorder shows a difference: gloo doesn't record send and receive."""
     return _nobody_sends(job)
 
 
 def _nobody_sends(job: Job) -> Diagnosis | None:
-    """Ranks that wait in recv while no rank sends, and the others wait in collectives or have ended."""
+    """Find ranks that wait in recv (or send) while no rank does the opposite."""
     names = {r: job.in_torch(r) for r in job.of}
     ways = {"recv": ("recv", "irecv"), "send": ("send", "isend")}
     for way, words in ways.items():
@@ -579,7 +580,7 @@ def _unclear(job: Job) -> Diagnosis:
     return Diagnosis("unclear", (), "", None, said, False, RECORDER)
 
 
-# Words ----------------------------------------------------------------------------------------------------------------
+# Wording -------------------------------------------------------------------------------------------------------------
 
 
 def _ranks(ranks: Iterable[int], letter: str = "R") -> str:
@@ -606,7 +607,7 @@ def _line(call: Call) -> Frame | None:
 
 
 def _line_apart(call: Call, other: Call) -> Frame | None:
-    """The innermost line of `call` that `other` has not: a helper that both use shows nothing."""
+    """Return the innermost line of `call` that `other` doesn't have: a helper that both use shows nothing."""
     theirs = set(_where(other))
     return next((f for f in call.own if (f.file, f.line) not in theirs), _line(call))
 
@@ -616,12 +617,12 @@ def _named(call: Call) -> str:
 
 
 def size(call: Call) -> str:
-    """The sizes and number formats that a call sends, such as 3x4 Float numbers."""
+    """Format the sizes and number formats that a call sends, such as 3x4 Float numbers."""
     return f"{' '.join('x'.join(map(str, s)) or '1' for s in call.sizes) or 'no'} {' '.join(call.dtypes)} numbers"
 
 
 def _described(call: Call, other: Call) -> str:
-    """The call, with what distinguishes it from the other."""
+    """Describe the call by what distinguishes it from the other."""
     words = [call.name]
     if call.name == other.name and _content(call) != _content(other):
         words.append(f"of {size(call)}")

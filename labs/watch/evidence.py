@@ -1,12 +1,12 @@
-"""What each rank leaves when a training run hangs or dies, written to one folder and read back.
+"""What each rank leaves when a training run hangs or dies: written to one folder and read back.
 
-    rank0.recorder.json   torch's flight recorder, of gloo and NCCL: the last collectives with sizes and Python lines
+    rank0.recorder.json   PyTorch's flight recorder for gloo and NCCL: last collectives, sizes and Python lines
     rank0.stacks.txt      where each thread of this rank was
     rank0.end.json        how this rank ended: exit code, signal, error
-    nccl_rank_0           torch's own dump, which it writes when a collective times out under NCCL
+    nccl_rank_0           PyTorch's own dump after an NCCL collective timed out
 
-A rank that was killed leaves nothing, and that is evidence as well. Reading a folder needs no torch, and runs nothing
-that the files hold: torch's own torchfrtrace loads its dumps with pickle, which runs whatever a pickle says.
+A killed rank leaves nothing, which is evidence as well. Reading a folder needs no torch and never runs code from the
+files, unlike PyTorch's torchfrtrace, which unpickles its dumps and so runs whatever a pickle contains.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from labs.kit import _compat
 from labs.kit.record import write_atomic
 
 BUFFER, OLDER_BUFFER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""Environment: entries that torch's flight recorder keeps, by default 2,000 in torch 2.13. 0 records nothing, which was
-the default of some earlier versions. torch reads it when a process makes its first process group."""
+"""Environment variables: how many entries the flight recorder keeps. Default 2,000 in torch 2.13; 0, the default of
+some earlier versions, records nothing. torch reads it when a process makes its first process group.
+"""
 DUMP_FILE, OLDER_DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-"""Environment: path of NCCL's dump without the rank at its end. torch 2.13 knows both names."""
+"""Environment variables: path of NCCL's dump, without the trailing rank. torch 2.13 knows both names."""
 DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 DUMP_NAME = "nccl_rank_"
-LARGEST_BYTES = 256 * 1024**2  # of a file that is read; a ring of 2,000 entries with stacks takes some 5 MB
+LARGEST_BYTES = 256 * 1024**2  # largest file to read; a ring of 2,000 entries with stacks takes some 5 MB
 MOST_RANKS = 100_000
 
 
 def recorder_settings(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment with which torch records, and NCCL dumps into `folder` on a timeout; without what is already set."""
+    """Return the unset variables that make torch record, and NCCL dump into `folder` after a timeout."""
     wanted = {BUFFER: "2000", DUMP_ON_TIMEOUT: "1", DUMP_FILE: f"{folder}/{DUMP_NAME}"}
-    older = {BUFFER: OLDER_BUFFER, DUMP_FILE: OLDER_DUMP_FILE}  # torch reads the older name where the newer is not set
+    older = {BUFFER: OLDER_BUFFER, DUMP_FILE: OLDER_DUMP_FILE}  # torch falls back to the older name
     return {n: v for n, v in wanted.items() if n not in environ and older.get(n, n) not in environ}
 
 
 def torch_dump_prefix(environ: Mapping[str, str]) -> Path:
-    """Where torch writes NCCL's dumps, without the rank at the end of the name."""
+    """Return where torch writes NCCL's dumps, without the trailing rank."""
     cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/tmp')}/.cache"
     return Path(environ.get(DUMP_FILE) or environ.get(OLDER_DUMP_FILE) or f"{cache}/torch/comm_lib_trace_rank_")
 
 
-# What ranks write ----------------------------------------------------------------------------------------------------
+# Writing -------------------------------------------------------------------------------------------------------------
 
 
 def write_recorder(folder: Path, rank: int) -> Path:
-    """Write what torch's flight recorder holds, from any thread, also while a collective hangs.
+    """Write the contents of torch's flight recorder, from any thread, even while a collective hangs.
 
     There are no entries if BUFFER was 0 when the process group was made.
     """
@@ -62,7 +63,7 @@ def write_recorder(folder: Path, rank: int) -> Path:
 
 
 def write_stacks(folder: Path, rank: int) -> Path:
-    """Append where all threads are, innermost frame first; works while a collective hangs in C++."""
+    """Append all threads' stacks, innermost frame first; works even while a collective hangs in C++."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{rank}.stacks.txt"
     with path.open("a") as file:
@@ -71,9 +72,9 @@ def write_stacks(folder: Path, rank: int) -> Path:
 
 
 def arm(folder: Path, rank: int) -> None:
-    """Let Python write the stacks of this process there, should a signal such as SIGABRT or SIGSEGV end it."""
+    """Let Python write this process's stacks there if a signal such as SIGABRT or SIGSEGV ends it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / f"rank{rank}.stacks.txt").open("a")  # open for the life of the process: nothing can be opened then
+    file = (folder / f"rank{rank}.stacks.txt").open("a")  # stays open, because nothing can be opened after the signal
     faulthandler.enable(file, all_threads=True)
 
 
@@ -86,7 +87,7 @@ def write_end(
     traceback: str = "",
     step: int | None = None,
 ) -> Path:
-    """How the rank ended. exit_code None: it still ran when this was written. error is "Type: message"."""
+    """Write how the rank ended. exit_code None: it was still running. error is "Type: message"."""
     end = {"exit_code": exit_code, "signal": signal, "error": error, "traceback": traceback, "step": step}
     return _write_json(folder / f"rank{rank}.end.json", end)
 
@@ -97,9 +98,9 @@ def _write_json(path: Path, values: dict[str, Any]) -> Path:
 
 
 def recorded() -> dict[str, Any]:
-    """The flight recorders of this process as one dict: "entries", "pg_status", and "pg_config" with names and ranks.
+    """Return this process's flight recorders as one dict: "entries", "pg_status", and "pg_config" with names and ranks.
 
-    gloo writes pg_config under an empty name: the groups that this process knows are put in its place.
+    gloo writes pg_config under an empty name, so this uses the groups that the process knows instead.
     """
     found: dict[str, Any] = {"version": "", "entries": [], "pg_status": {}, "pg_config": {}}
     for dump in _compat.flight_recorders():
@@ -115,12 +116,12 @@ def recorded() -> dict[str, Any]:
 
 
 def _groups() -> dict[str, list[int]]:
-    """{name of a process group: its global ranks}, as far as this process is in it."""
+    """Return {process group name: global ranks} for the groups that this process is in."""
     world = _compat.groups
     return {world.pg_names[pg]: sorted(of_global) for pg, of_global in world.pg_group_ranks.items()}
 
 
-# What is read back ----------------------------------------------------------------------------------------------------
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 NOT_OWN = re.compile(
@@ -130,59 +131,59 @@ NOT_OWN = re.compile(
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python that a thread was in."""
+    """A Python line that a thread was in."""
 
     file: str
     line: int
     name: str = ""
 
     def __str__(self) -> str:
-        """train.py:12, with the text of the line where that file is at hand."""
+        """Format as train.py:12, with the line's text if the file is available."""
         return f"{Path(self.file).name}:{self.line}" + (f" `{self.source}`" if self.source else "")
 
     @property
     def source(self) -> str:
-        """Text of the line, without its comment; empty where the file is not here."""
+        """Text of the line, without its comment; empty if the file isn't available."""
         return linecache.getline(self.file, self.line).split("  #")[0].strip()
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of the training: not of torch, another installed package, Python, or what collects this."""
+        """Whether it is training code, not torch, another installed package, Python, or the code that collects this."""
         return not NOT_OWN.search(self.file)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, a send or a receive, as the flight recorder noted it."""
+    """A collective, send or receive, as the flight recorder noted it."""
 
     group: str
     backend: str
     name: str
     """all_reduce, broadcast, recv, ..."""
     peers: tuple[int, ...]
-    """Of a send or receive: (source, destination) by rank in the group."""
+    """(source, destination) of a send or receive, by rank in the group."""
     number: int
-    """Of this call in its group, from 1: the first collective of all ranks has the same. P2P calls count apart."""
+    """Number of this call in its group, from 1, the same on all ranks. P2P calls are counted separately."""
     record: int
-    """Place among the calls that this rank's recorder still held, over all groups."""
+    """Position among the calls that this rank's recorder still held, over all groups."""
     sizes: tuple
     dtypes: tuple[str, ...]
     done: bool
-    """Whether torch knows that it is over. False is no proof: NCCL learns it late."""
+    """Whether torch knows that it is done. False proves nothing, because NCCL learns it late."""
     state: str
     created_s: float
-    """Time of the call, s since 1970 by that machine's clock."""
+    """Time of the call, in s since 1970 by that machine's clock."""
     frames: tuple[Frame, ...] = ()
     """Innermost first."""
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """Frames of the training itself, innermost first. Empty if autograd's own thread made the call, as on GPUs."""
+        """Frames of the training code, innermost first. Empty if autograd's thread made the call, as on GPUs."""
         return tuple(f for f in self.frames if f.is_own)
 
     @property
     def is_p2p(self) -> bool:
-        """A send or a receive."""
+        """Whether it is a send or a receive."""
         return bool(self.peers)
 
 
@@ -199,11 +200,11 @@ class End:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What one rank left. None: that file is not there."""
+    """What one rank left. None: the file is missing."""
 
     rank: int
     calls: tuple[Call, ...] | None = None
-    """Oldest first; only the last ones, if the ring of the recorder was full."""
+    """Oldest first; only the last ones, if the recorder's ring was full."""
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """{name: global ranks}, as far as known."""
     stack: tuple[Frame, ...] | None = None
@@ -212,13 +213,13 @@ class RankEvidence:
     """What Python printed when a signal ended it, such as "Fatal Python error: Aborted"."""
     end: End | None = None
     files: tuple[str, ...] = ()
-    """Names of the files that were used."""
+    """Names of the files used."""
     problems: tuple[str, ...] = ()
-    """Files that could not be used, and why."""
+    """Files that couldn't be used, and why."""
 
     @property
     def is_silent(self) -> bool:
-        """It left nothing at all."""
+        """Whether it left nothing at all."""
         return self.calls is None and self.stack is None and self.end is None
 
 
@@ -227,10 +228,10 @@ NCCL = re.compile(r"[^.]*?(\d+)")  # any prefix, then the rank
 
 
 def read(folder: Path | str, prefix: str = "") -> list[RankEvidence]:
-    """Evidence of every rank, in order; ranks that others name and that left no file are included, and silent.
+    """Return the evidence of every rank, in order, including silent ranks that only the others mention.
 
-    Reads files of this module and NCCL's dumps (any name that ends with the rank), those whose name begins with
-    `prefix`. A file that cannot be read is named in its rank's `problems`. OSError if there is no such folder.
+    Reads this module's files and NCCL's dumps (any name that ends with the rank) whose name starts with `prefix`. Lists
+    unreadable files in their rank's `problems`. OSError if the folder doesn't exist.
     """
     found: dict[int, RankEvidence] = {}
     for path in sorted(Path(folder).iterdir()):
@@ -252,13 +253,13 @@ def read(folder: Path | str, prefix: str = "") -> list[RankEvidence]:
 
 
 def _parsed(path: Path, kind: str) -> dict[str, Any]:
-    """The fields of RankEvidence that a file fills. ValueError says what is wrong with it."""
+    """Return the fields of RankEvidence that a file fills. ValueError says what is wrong with it."""
     size = path.stat().st_size
     if size > LARGEST_BYTES:
         raise ValueError(f"{size:,} bytes are too many")
     data = path.read_bytes()
     if not data and kind == "stacks.txt":
-        return {}  # armed, and no signal came that could be caught
+        return {}  # armed, but no catchable signal came
     if not data:
         raise ValueError("empty: the rank ended while it wrote")
     if kind == "stacks.txt":
@@ -278,7 +279,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 class _Plain(pickle.Unpickler):
-    """Loads dicts, lists, tuples, texts and numbers: a pickle that names a class or function could run anything."""
+    """Loads only plain containers, strings and numbers: a pickle that names a class or function could run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"names {module}.{name}: a dump holds plain values alone, so this is not one; not loaded")
@@ -289,7 +290,7 @@ def _unpickled(data: bytes) -> dict[str, Any]:
         values = _Plain(io.BytesIO(data)).load()
     except ValueError:
         raise
-    except Exception as e:  # pickle raises nearly anything for bytes that are none
+    except Exception as e:  # pickle raises almost anything for invalid bytes
         raise ValueError(f"no dump of a flight recorder, or cut short: {type(e).__name__}: {e}") from None
     if not isinstance(values, dict):
         raise ValueError(f"no dump of a flight recorder: it holds a {type(values).__name__}")
@@ -297,7 +298,7 @@ def _unpickled(data: bytes) -> dict[str, Any]:
 
 
 def _recorder(values: dict[str, Any]) -> dict[str, Any]:
-    entries = values.get("entries", [] if "version" in values else None)  # left out before the first collective
+    entries = values.get("entries", [] if "version" in values else None)  # missing before the first collective
     if not isinstance(entries, list):
         raise ValueError("has no list of entries: no dump of a flight recorder")
     config = {k: v for k, v in (values.get("pg_config") or {}).items() if k}
@@ -306,18 +307,18 @@ def _recorder(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ranks(text: Any) -> tuple[int, ...]:
-    """Of "[0, 1]", or of a list."""
+    """Parse "[0, 1]", or a list."""
     found = [int(n) for n in re.findall(r"\d+", str(text))]
     return tuple(sorted(r for r in found if r <= MOST_RANKS))
 
 
 def _calls(entries: list[dict[str, Any]]) -> Iterator[Call]:
-    """Parse the entries: JSON and pickle differ in tuples and lists alone."""
+    """Parse the entries: JSON and pickle differ only in tuples and lists."""
     for place, e in enumerate(entries):
         backend, _, text = str(e["profiling_name"]).rpartition(":")
         name, *meta = text.split(" ")
         peers = tuple(int(n) for n in re.findall(r"\d+", meta[0])) if meta else ()
-        if "<-" in "".join(meta):  # "recv 3<-0" stands for 0 -> 3
+        if "<-" in "".join(meta):  # "recv 3<-0" means 0 -> 3
             peers = peers[::-1]
         p2p = bool(peers) or bool(e.get("is_p2p"))
         yield Call(
@@ -349,12 +350,12 @@ def _end(values: dict[str, Any]) -> End:
     return End(values.get("exit_code"), texts["signal"], texts["error"], texts["traceback"], values.get("step"))
 
 
-FRAME = re.compile(r'^  File "(.*)", line (\d+),? in (.*)$', re.M)  # with a comma in a traceback, without in a stack
+FRAME = re.compile(r'^  File "(.*)", line (\d+),? in (.*)$', re.M)  # tracebacks have a comma, stacks don't
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*most recent call first\):$", re.M)
 
 
 def _stacks(text: str) -> dict[str, Any]:
-    """The main thread of the last dump in the file: faulthandler writes it last. A crash adds a line before its own."""
+    """Return the main thread of the file's last dump, which faulthandler writes last. A crash adds a line before it."""
     crash = re.findall(r"^Fatal Python error: .*$", text, re.M)
     dumps = THREAD.split(text)
     if len(dumps) < 2:
@@ -364,7 +365,7 @@ def _stacks(text: str) -> dict[str, Any]:
 
 
 def clear(folder: Path, rank: int | None = None) -> None:
-    """Remove what earlier ranks, or one of them, wrote to `folder`, so that two runs are not mixed."""
+    """Remove what earlier ranks, or one of them, wrote to `folder`, so that two runs don't mix."""
     for path in folder.iterdir() if folder.is_dir() else ():
         ours = OURS.fullmatch(path.name) or re.fullmatch(rf"{DUMP_NAME}(\d+)", path.name)
         if ours and rank in (None, int(ours[1])):

@@ -1,6 +1,6 @@
-"""A thread beside a rank: it notices that all ranks of the job stand still, and has each write what it was doing.
+"""A thread in each rank that notices when all ranks stop moving, and makes each write what it was doing.
 
-Ranks know of each other through the store by which they meet: torchrun's, or that of rank 0. Imports no torch.
+Ranks communicate through the store where they meet: torchrun's, or rank 0's. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from labs.kit.place import Place
 from labs.watch import evidence
 from labs.watch.activity_probe import ActivityProbe
 
-LOOKS = 20  # within the patience, at least; once per second or more often
+LOOKS = 20  # minimum number of looks within the patience; at least one per second
 STORE_S = 5.0
-"""For an answer of the store that the ranks share."""
+"""Maximum wait for an answer from the shared store."""
 GRACE_S = 2.0
-"""Given to the other ranks to write, before this one leaves or reports."""
+"""Time for the other ranks to write, before this one exits or reports."""
 
 
 class Board:
-    """Numbers that all ranks add to. `add` returns None as long as ranks cannot know of each other."""
+    """Counters that all ranks share. `add` returns None while ranks can't reach each other."""
 
     def __init__(self, place: Place) -> None:
         self.place, self.store = place, None
         self.local: dict[str, int] = {}
 
     def add(self, name: str, by: int) -> int | None:
-        """The number's new value."""
+        """Add to a counter and return its new value."""
         if self.place.ranks == 1:
             self.local[name] = self.local.get(name, 0) + by
             return self.local[name]
         try:
             self.store = self.store or self._connect()
-            # A store of torchrun lives through restarts, so each start has its own numbers
+            # torchrun's store survives restarts, so each start has its own counters
             return self.store and self.store.add(f"labs.watch/{self.place.restart}/{name}", by)
-        except (RuntimeError, KeyError):  # it has gone, or is too slow; or srun named ranks, and nothing named a store
+        except (RuntimeError, KeyError):  # it has gone, or is too slow; or srun set ranks but nothing set a store
             self.store = None
             return None
 
     def _connect(self) -> Any:
-        """A connection for this thread alone: the program's is blocked while the program waits for something."""
+        """Connect for this thread only: the program's connection is blocked while the program waits."""
         distributed = sys.modules.get("torch.distributed")
         if not hasattr(distributed, "TCPStore") or not hasattr(distributed, "is_initialized"):
-            return None  # the program has not loaded it yet
+            return None  # the program hasn't loaded it yet
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if not (by_agent or distributed.is_initialized()):
-            return None  # rank 0 has not opened it yet
+            return None  # rank 0 hasn't opened it yet
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=STORE_S)
         return distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class Watchdog:
-    """Watches a rank from `start()` on. `diagnose(folder)` yields the lines to print about a folder of evidence."""
+    """Watches a rank after `start()`. `diagnose(folder)` yields the lines to print about a folder of evidence."""
 
     def __init__(self, folder: Path, patience_s: float, diagnose: Callable[[Path], Iterable[str]], prog: str) -> None:
         self.place = Place.of(os.environ, one_machine=True)
@@ -69,15 +69,15 @@ class Watchdog:
         self.patience_s, self.diagnose, self.prog = patience_s, diagnose, prog
         self.board, self.probe = Board(self.place), ActivityProbe()
         self.pid, self.lock, self.over = os.getpid(), threading.Lock(), threading.Event()
-        self.called_for, self.failures = 0, 0  # by any rank, that this one has answered
+        self.called_for, self.failures = 0, 0  # counts of other ranks' events that this one has handled
         self.still = self.has_evidence = self.ended = self.failed = False
 
     def start(self) -> None:
-        """Start the thread, before the program loads torch: torch reads the recorder's settings once."""
+        """Start the thread before the program loads torch, which reads the recorder's settings once."""
         evidence.clear(self.folder, self.place.rank)
         if self.place.ranks > 1:
-            self.folder.mkdir(parents=True, exist_ok=True)  # torch makes no folder for its dump
-            evidence.arm(self.folder, self.place.rank)  # NCCL's own watchdog aborts the process
+            self.folder.mkdir(parents=True, exist_ok=True)  # torch doesn't create the folder for its dump
+            evidence.arm(self.folder, self.place.rank)  # because NCCL's watchdog aborts the process
         for name, value in evidence.recorder_settings(self.folder, os.environ).items():
             os.environ.setdefault(name, value)
         self.thread = threading.Thread(target=self._watch, name="labs.watch", daemon=True)
@@ -90,7 +90,7 @@ class Watchdog:
             total, calls, failures = (
                 self.board.add(*of) for of in (("progress", bool(sign)), ("calls", 0), ("failures", 0))
             )
-            if total is None or calls is None:  # ranks that know nothing of each other are not still
+            if total is None or calls is None:  # ranks that can't reach each other don't count as hung
                 since = now
                 continue
             if total != progress:
@@ -100,9 +100,9 @@ class Watchdog:
                 progress, since, self.still = total, now, False
             if now - since >= self.patience_s and not self.still:
                 self.still = True
-                if calls == self.called_for:  # it is the first to notice
+                if calls == self.called_for:  # this rank is the first to notice
                     calls = self.board.add("calls", 1) or 0
-            if failures and not self.failures:  # the rank that failed reports
+            if failures and not self.failures:  # the failed rank reports
                 self.failures = failures
                 self._write()
             if calls != self.called_for:
@@ -111,11 +111,11 @@ class Watchdog:
                 self._report(f"no rank has moved for {self.patience_s:g} s", f"reported {progress}")
 
     def end(self, exit_code: int, error: str = "", traceback: str = "") -> None:
-        """Call it when the rank's program has ended; if it failed, the other ranks write where they are as well.
+        """Record that the rank's program has ended; if it failed, the other ranks also write where they are.
 
-        A single process that leaves with an exit code and without an error meant to, and no rank waits for it.
+        A single process that exits with a code but without an error did so on purpose, and no rank waits for it.
         """
-        if os.getpid() != self.pid or self.ended:  # in a process that the program has forked
+        if os.getpid() != self.pid or self.ended:  # in a process forked by the program
             return
         if (exit_code == 0 and self.has_evidence) or (self.place.ranks == 1 and not error):
             self.ended = True
@@ -130,18 +130,18 @@ class Watchdog:
                 self.folder.rmdir()
 
     def report(self, error: str) -> None:
-        """Call it after `end`, and after the program's own error message."""
+        """Report a failure. Call it after `end`, and after the program's own error message."""
         if os.getpid() == self.pid and self.failed:
             self._report(f"rank {self.place.rank} {error}", "failed")
 
     def stop(self) -> None:
-        """Call it last: a thread that is inside of the store while Python ends would abort the process."""
+        """Stop the thread. Call it last: a thread inside the store while Python exits would abort the process."""
         if os.getpid() == self.pid:
             self.over.set()
             self.thread.join(STORE_S + GRACE_S)
 
     def _write(self, **end: Any) -> None:
-        """All evidence of this rank; the last time with its exit code."""
+        """Write all evidence of this rank; the final time includes its exit code."""
         with self.lock:
             if self.ended:
                 return
@@ -153,7 +153,7 @@ class Watchdog:
             evidence.write_end(self.folder, self.place.rank, **end)
 
     def _report(self, what: str, occasion: str) -> None:
-        """By the first rank of each machine, when its neighbours had time to write."""
+        """Print from the first rank of each machine, once its neighbours have had time to write."""
         machine = self.place.neighbours[0]
         if self.board.add(f"{occasion} on {machine}", 1) != 1:
             return

@@ -1,4 +1,4 @@
-"""How many bytes are alive during a step, as the device's allocator says."""
+"""Bytes alive during a step, according to the device's allocator."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ MARK = "forward has ended"
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes alive beyond those that were there before."""
+    """Bytes alive beyond those that existed before."""
 
     after_forward: int
-    """What forward leaves behind: what backward needs, and the loss."""
+    """Left by forward: what backward needs, and the loss."""
     peak: int
     changes: tuple[int, ...] = ()
-    """After every allocation and release, in order; empty where only the peak is known."""
+    """Live bytes after every allocation and release, in order; empty if only the peak is known."""
 
 
 def watch(forward: Callable[[], Tensor], backward: Callable[[Tensor], object], device: torch.device) -> Live:
-    """Bytes alive in `backward(forward())` on `device`, from its allocator: with temporaries inside of kernels."""
+    """Measure bytes alive in `backward(forward())` from the allocator of `device`, including kernels' temporaries."""
     if device.type == "cuda":
         return _cuda(forward, backward, device)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would print its start and its stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # stops the profiler from printing when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = forward()
         with record_function(MARK):

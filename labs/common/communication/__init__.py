@@ -1,1 +1,1 @@
-"""What communication between ranks costs: the wire, its collectives, and what hides or shrinks them."""
+"""The cost of communication between ranks: connections, collectives, overlap and compression."""

@@ -1,9 +1,9 @@
-"""A slow wire acted out: whoever exchanges waits as long as a formula says. Emulated: no byte is held back.
+"""An emulated slow network: each exchange waits as long as a formula says, although no byte is held back.
 
-For systems whose kernel cannot pace a connection (macOS). Because the waiting
-comes from the ring's formula, such a wire says nothing about that formula.
+For systems whose kernel can't pace a connection (macOS). The wait comes from the ring's formula, so such a run can't
+test that formula.
 
-DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+DDP refuses hooks whose annotations are strings, so this module has no `from __future__ import annotations`.
 """
 
 import math
@@ -28,24 +28,24 @@ EMULATED = "The wire is acted out: each exchange waits as long as the ring's for
 
 @dataclass
 class Delay:
-    """A wire that takes one exchange after the other."""
+    """A connection that carries one exchange after the other, at `b_s` byte/s."""
 
     b_s: float = math.inf
     free_s: float = 0.0
-    """Of time.perf_counter(): when the wire has carried all that it was given."""
+    """When it has carried everything so far, by time.perf_counter()."""
 
     def carry(self, sent_bytes: float) -> float:
-        """Give the wire `sent_bytes` more; returns when it has carried them."""
+        """Queue `sent_bytes` more; return when they will have arrived."""
         self.free_s = max(time.perf_counter(), self.free_s) + sent_bytes / self.b_s
         return self.free_s
 
 
-_delays: list[Delay] = []  # of this process: none, or the one that is acted out now
+_delays: list[Delay] = []  # of this process: empty, or the active one
 
 
 @contextmanager
 def acted_out(b_s: float = math.inf) -> Iterator[None]:
-    """Exchanges by `all_reduce` and by DDP's hooks made with `holding` wait as on a wire like this."""
+    """Make exchanges by `all_reduce` and by hooks from `holding` wait as on such a connection."""
     if b_s < math.inf:
         _delays[:] = [Delay(b_s)]
     try:
@@ -55,7 +55,7 @@ def acted_out(b_s: float = math.inf) -> Iterator[None]:
 
 
 def _until(future: Future, carried_s: float) -> Future:
-    """`future`, done no earlier than `carried_s`. It waits in gloo's thread, not here."""
+    """Delay `future` until at least `carried_s`. It waits in gloo's thread, not here."""
 
     def wait(done: Future) -> Any:
         time.sleep(max(0.0, carried_s - time.perf_counter()))
@@ -65,7 +65,7 @@ def _until(future: Future, carried_s: float) -> Future:
 
 
 def all_reduce(x: Tensor) -> None:
-    """`dist.all_reduce`; over the delayed wire if one is acted out."""
+    """Run `dist.all_reduce`, over the emulated connection if one is active."""
     if not _delays:
         dist.all_reduce(x)
         return
@@ -74,22 +74,22 @@ def all_reduce(x: Tensor) -> None:
 
 
 def ring_bytes(bucket: dist.GradBucket) -> float:
-    """Bytes that each rank sends of a bucket, as it is, in a ring."""
+    """Return the bytes that each rank sends for an uncompressed bucket in a ring."""
     return ring_all_reduce_bytes(nbytes(bucket.buffer()), dist.get_world_size())
 
 
 def holding(hook: Callable = allreduce_hook, sent_bytes: Callable[[dist.GradBucket], float] = ring_bytes) -> Callable:
-    """DDP's communication hook `hook`, over the delayed wire if one is acted out when it is called."""
+    """Wrap DDP's communication hook `hook` to wait for the emulated connection, if one is active when it is called."""
 
     def delaying_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if not _delays:
             return hook(state, bucket)
-        carried_s = _delays[0].carry(sent_bytes(bucket))  # the wire begins now; compressing goes on meanwhile
+        carried_s = _delays[0].carry(sent_bytes(bucket))  # sending starts now, while the hook compresses
         return _until(hook(state, bucket), carried_s)
 
     return delaying_hook
 
 
 def hold(ddp: DistributedDataParallel) -> None:
-    """Give `ddp` its own all-reduce as a hook that waits if a wire is acted out."""
+    """Give `ddp` its default all-reduce as a hook that waits for the emulated connection, if one is active."""
     ddp.register_comm_hook(None, holding())

@@ -19,7 +19,7 @@ NEAR = 0.1
 
 @dataclass(frozen=True)
 class Cost:
-    """One step of a plan, on its fullest GPU."""
+    """Costs of one step of a plan, on its fullest GPU."""
 
     plan: Plan
     states_bytes: float
@@ -28,7 +28,7 @@ class Cost:
 
     @property
     def memory_bytes(self) -> float:
-        """What the fullest GPU holds at its peak."""
+        """Peak bytes of the fullest GPU."""
         return self.states_bytes + self.activation_bytes
 
     @property
@@ -38,13 +38,13 @@ class Cost:
 
 
 def cost(job: Job, cluster: Cluster, plan: Plan) -> Cost:
-    """Bytes and seconds of one plan, with Adam in FP32."""
+    """Return bytes and seconds of one plan, with Adam in FP32."""
     found = step(Work.of(job), cluster, plan)
     return Cost(plan, states_bytes(job, plan), activation_bytes(job, plan), found)
 
 
 def plans(job: Job, gpus: int, gpus_per_node: int = 8) -> Iterator[Plan]:
-    """All ways to use exactly `gpus` of them that divide this batch; tensor parallel stays inside a node, up to 8."""
+    """Yield all plans for exactly `gpus` GPUs that divide this batch; tensor parallel stays inside a node, up to 8."""
     for pipeline, tensor in ((p, t) for p in _divisors(gpus) for t in _divisors(gpus // p)):
         data = gpus // (pipeline * tensor)
         cuts_heads = tensor > 1 and job.hidden % (64 * tensor)  # heads of 64, each whole on one GPU
@@ -56,7 +56,7 @@ def plans(job: Job, gpus: int, gpus_per_node: int = 8) -> Iterator[Plan]:
             ways += [replace(base, bucket_view=True), replace(base, sharded=True)]
         if pipeline == gpus > 1:
             ways.append(replace(base, naive=True))
-        for micro in _divisors(int(job.batch) // data):  # down to one sequence at a time: the least memory
+        for micro in _divisors(int(job.batch) // data):  # down to one sequence at a time, which needs the least memory
             yield from (replace(w, micro_batches=micro, recompute=r) for w in ways for r in (False, True))
 
 
@@ -66,7 +66,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def undivided(batch: int, gpus: int) -> str:
-    """Why no plan is data parallel over all GPUs, and the batch that allows it; "" if there is one."""
+    """Say why no plan is data parallel over all GPUs, and which batch would allow it; "" if there is one."""
     if batch % gpus == 0:
         return ""
     enough = gpus * math.ceil(batch / gpus)
@@ -74,14 +74,14 @@ def undivided(batch: int, gpus: int) -> str:
 
 
 def costs(job: Job, cluster: Cluster) -> list[Cost]:
-    """Of every plan, for all GPUs and for one alone; fastest first."""
+    """Return the costs of every plan, for all GPUs and for a single one; fastest first."""
     counts = {1, cluster.gpus}
     found = [cost(job, cluster, p) for n in counts for p in plans(job, n, cluster.gpus_per_node)]
     return sorted(found, key=lambda c: (c.step_s, _complexity(c.plan)))
 
 
 def _mechanisms(plan: Plan) -> int:
-    """How much you have to get right: more than one GPU, sharding, splitting layers, splitting between layers."""
+    """Rate how much you have to get right: several GPUs, sharding, splitting layers, splitting between layers."""
     return (plan.ranks > 1) + (plan.data > 1) + 2 * plan.sharded + 2 * (plan.tensor > 1) + 3 * (plan.pipeline > 1)
 
 
@@ -90,12 +90,12 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
 
 
 def limit_bytes(cluster: Cluster) -> float:
-    """What a plan may use of one GPU's memory: all but the headroom."""
+    """Return the bytes of one GPU that a plan may use: everything except the headroom."""
     return (1 - HEADROOM) * cluster.memory_bytes
 
 
 def best(found: Iterable[Cost], limit: float) -> Cost | None:
-    """The fastest plan within `limit` bytes or, if others come NEAR, the simplest of them; None if none fits."""
+    """Return the fastest plan within `limit` bytes, or the simplest of those NEAR it; None if none fits."""
     fitting = [c for c in found if c.memory_bytes <= limit]
     most = (1 + NEAR) * min((c.step_s for c in fitting), default=0.0)
     near = [c for c in fitting if c.step_s <= most]
@@ -103,7 +103,7 @@ def best(found: Iterable[Cost], limit: float) -> Cost | None:
 
 
 def remedies(job: Job, cluster: Cluster) -> Iterator[tuple[States, Plan, float]]:
-    """(states, simplest plan, its bytes) of each of REMEDIES that fits."""
+    """Yield (states, simplest plan, its bytes) for each of REMEDIES that fits."""
     every = [p for n in {1, cluster.gpus} for p in plans(job, n, cluster.gpus_per_node) if not p.naive]
     for states in REMEDIES:
         usable = (p for p in every if not states.host_bytes or p.sharded or p.ranks == 1)
@@ -115,7 +115,7 @@ def remedies(job: Job, cluster: Cluster) -> Iterator[tuple[States, Plan, float]]
 
 
 def fewest_gpus(job: Job, cluster: Cluster, most: int = 1024) -> int | None:
-    """The smallest power of two of such GPUs with which some plan fits, None above `most`."""
+    """Return the smallest power of two of such GPUs for which some plan fits; None above `most`."""
     for gpus in (2**k for k in range(most.bit_length())):
         every = plans(job, gpus, cluster.gpus_per_node)
         if any(states_bytes(job, p, ADAM) + activation_bytes(job, p) <= limit_bytes(cluster) for p in every):
@@ -124,7 +124,7 @@ def fewest_gpus(job: Job, cluster: Cluster, most: int = 1024) -> int | None:
 
 
 def by_scheme(found: Sequence[Cost], cluster: Cluster) -> pandas.DataFrame:
-    """The best plan of each scheme that fits, fastest first, then of each other scheme the one with the least memory.
+    """Return the best plan of each scheme that fits, fastest first, then the smallest plan of each other scheme.
 
     `step_s` is the modelled time without its band: use it to compare, not to promise.
     """
@@ -156,10 +156,10 @@ def grid(
     seq: int = 2048,
     network_gb_s: float = 25.0,
 ) -> pandas.DataFrame:
-    """Which scheme the model picks for each size, batch and real card with its own links: one row each.
+    """Return the scheme that the model picks for each size, batch and real card with its links, one row each.
 
-    `scheme` is "nothing fits" where no plan does; then `remedies` names the states that would. BadInput for a card
-    without sourced memory, link or peak.
+    `scheme` is "nothing fits" if no plan does; then `remedies` names the states that would. BadInput for a card without
+    sourced memory, link or peak.
     """
     rows = []
     for name in names:

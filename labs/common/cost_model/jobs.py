@@ -1,4 +1,4 @@
-"""The transformer that is trained, and the ways to split it over GPUs."""
+"""The transformer to train, and the ways to split it over GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Job:
 
     @classmethod
     def of(cls, parameters: float, batch: float, seq: int, layers: int = 0, hidden: int = 0) -> Job:
-        """A job whose shape, where you leave it at 0, follows from its size."""
+        """Build a job; derive its layers and hidden size from its parameters where they are 0."""
         usual_layers, usual_hidden = shape(parameters)
         if layers and not hidden:
             usual_hidden = _hidden(parameters, layers)
@@ -41,7 +41,7 @@ class Job:
 
 
 def shape(parameters: float) -> tuple[int, int]:
-    """(layers, hidden) of a transformer with 12 L h^2 parameters and h = ASPECT L; hidden is a multiple of 64."""
+    """Return (layers, hidden), with 12 L h^2 parameters and h = ASPECT L; hidden is a multiple of 64."""
     layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
     return layers, _hidden(parameters, layers)
 
@@ -52,7 +52,7 @@ def _hidden(parameters: float, layers: int) -> int:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What every tool of the cost model asks for."""
+    """Options that every tool of the cost model shares."""
 
     params: Annotated[float, Ge(1), Le(1e14)] = 7e9
     """Parameters of the transformer."""
@@ -61,7 +61,7 @@ class JobConfig:
     seq: Annotated[int, Ge(1)] = 2048
     """Tokens per sequence."""
     layers: Annotated[int, Ge(0)] = 0
-    """Layers. Default: so many that the hidden size is 100 times as large."""
+    """Layers. Default: as many as make the hidden size 100 times as large."""
     hidden: Annotated[int, Ge(0)] = 0
     """Hidden size. Default: that of a transformer with 12 x layers x hidden^2 parameters."""
     gpus_per_node: Annotated[int, Ge(1)] = 8
@@ -77,7 +77,7 @@ class JobConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to train: ranks = data x pipeline x tensor. Every plan can cut the batch into micro-batches."""
+    """A way to train: ranks = data x pipeline x tensor. Every plan can split the batch into micro-batches."""
 
     data: int = 1
     pipeline: int = 1
@@ -85,17 +85,17 @@ class Plan:
     sharded: bool = False
     """FSDP2: data-parallel ranks divide parameters, gradients and optimizer state. Otherwise DDP replicates them."""
     micro_batches: int = 1
-    """A pipeline overlaps them; every other plan accumulates their gradients one after the other."""
+    """A pipeline overlaps micro-batches; every other plan accumulates their gradients one after the other."""
     recompute: bool = False
-    """Each layer keeps only its input and runs forward again during backward."""
+    """Each layer keeps only its input and reruns forward during backward."""
     naive: bool = False
-    """Stages of a pipeline take turns: one micro-batch is under way at a time."""
+    """Pipeline stages take turns: only one micro-batch is under way."""
     bucket_view: bool = False
     """DDP with gradient_as_bucket_view=True: .grad is a view into DDP's buckets, so gradients are in memory once."""
 
     @property
     def ranks(self) -> int:
-        """GPUs that work."""
+        """Number of GPUs at work."""
         return self.data * self.pipeline * self.tensor
 
     @property

@@ -1,4 +1,4 @@
-"""Bytes: what one GPU holds at the peak of a step, and what it sends."""
+"""Bytes that one GPU holds at the peak of a step, and bytes that it sends."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 from labs.common.cost_model.jobs import Job, Plan
 
-STATE_BYTES = 16  # per parameter, FP32: itself, its gradient, Adam's two moments
-COPY_BYTES = 2  # per parameter: a 16-bit copy to compute with; FSDP2 gathers it
+STATE_BYTES = 16  # per parameter, FP32: value, gradient, Adam's two moments
+COPY_BYTES = 2  # per parameter: a 16-bit copy for computing, which FSDP2 gathers
 GRADIENT_BYTES = 4  # per parameter: DDP and FSDP2 both sum gradients in FP32 here
-LOGIT_BYTES = 10  # per token and word: the logits in 16 and in 32 bits, and their gradient
+LOGIT_BYTES = 10  # per token and word: logits in 16 and in 32 bits, and their gradient
 HEADROOM = 0.1
 """Share of a card's memory that no recommended plan may use: CUDA context, NCCL, workspaces, fragmentation."""
 
 
 @dataclass(frozen=True)
 class States:
-    """What a GPU keeps of each parameter from step to step: formats of weights, gradients and moments."""
+    """What a GPU keeps per parameter from step to step: formats of weights, gradients and moments."""
 
     name: str
     kept_bytes: float
     """Per parameter; FSDP2 divides them."""
     copy_bytes: float = COPY_BYTES
-    """Per parameter, to compute with; 0 if the kept weights are computed with. FSDP2 holds it for two layers."""
+    """Per parameter, for computing; 0 if the kept weights serve for that. FSDP2 holds it for two layers."""
     gradient_bytes: float = GRADIENT_BYTES
-    """Per parameter, in the format in which gradients are summed; 0 if these weights aren't trained."""
+    """Per parameter, in the format that sums gradients; 0 if these weights aren't trained."""
     host_bytes: float = 0.0
-    """Per parameter in the host's memory, divided the same way."""
+    """Per parameter in host memory, divided the same way."""
     adapter_rank: int = 0
-    """LoRA: only matrices of this rank beside each weight are trained, with states in FP32."""
+    """LoRA: trains only matrices of this rank beside each weight, with FP32 states."""
     source: str = ""
 
 
@@ -41,15 +41,15 @@ REMEDIES = (
            "et al. 2021, arXiv 2101.06840"),
     States("LoRA of rank 16 on BF16 weights", 2, 0, 0, adapter_rank=16, source="Hu et al. 2021, arXiv 2106.09685"),
 )  # fmt: skip
-"""If nothing fits with Adam in FP32, in the order in which they change the training. Their time isn't modelled."""
+"""Alternatives if nothing fits with Adam in FP32, least change to training first. Their time isn't modelled."""
 
 
 def states_bytes(job: Job, plan: Plan, states: States = ADAM) -> float:
-    """Parameters, gradients, optimizer state and the copies to compute with, on the GPU that has the most layers.
+    """Return bytes of parameters, gradients, optimizer state and working copies on the GPU with the most layers.
 
-    DDP copies gradients into its buckets, so it holds them twice unless `bucket_view`. With FSDP2 a GPU has the 16-bit
-    weights of two layers, the one at work and the next one, and in backward one layer's whole gradient in 16 bits and
-    one in the format of the sum. LoRA adds r (in + out) numbers for four h x h and two h x 4h weights in each layer.
+    DDP copies gradients into its buckets, so it holds them twice unless `bucket_view`. With FSDP2, a GPU has the 16-bit
+    weights of two layers (current and next), and in backward one layer's whole gradient in 16 bits and in the sum's
+    format. LoRA adds r (in + out) numbers for four h x h and two h x 4h weights per layer.
     """
     layers = math.ceil(job.layers / plan.pipeline)
     layer = job.parameters / job.layers / plan.tensor
@@ -65,11 +65,11 @@ def states_bytes(job: Job, plan: Plan, states: States = ADAM) -> float:
 
 
 def activation_bytes(job: Job, plan: Plan) -> float:
-    """Activations of the fuller of the first and last stage, in 16 bits, with attention that keeps no matrix.
+    """Return activation bytes of the fuller of the first and last stage, in 16 bits, with fused attention.
 
-    A layer keeps h (10 + 24 / t) bytes per token: Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.1, without
-    its quadratic term. In 1F1B the first stage has as many micro-batches in flight as there are stages. The logits
-    are those of the one micro-batch that runs.
+    A layer keeps h (10 + 24 / t) bytes per token: Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.1, without its
+    quadratic term. In 1F1B the first stage has as many micro-batches in flight as there are stages. The logits are
+    those of the running micro-batch.
     """
     layers = math.ceil(job.layers / plan.pipeline)
     tokens = job.batch * job.seq / (plan.data * plan.micro_batches)
@@ -84,10 +84,11 @@ def activation_bytes(job: Job, plan: Plan) -> float:
 def sent_per_parameter(
     ranks: int, sharded: bool, weight: float = COPY_BYTES, gradient: float = GRADIENT_BYTES
 ) -> float:
-    """Bytes that a rank sends per parameter and step. `weight`, `gradient`: bytes of the format in which they travel.
+    """Return the bytes that a rank sends per parameter and step; `weight`, `gradient`: bytes of their formats in
+    transit.
 
     DDP: one all-reduce of gradients, 2 (n-1)/n. FSDP2: two all-gathers of weights and a reduce-scatter of gradients,
-    (n-1)/n each. In one format for all that is 3/2 of DDP's; with 16-bit weights and FP32 gradients it is as much.
+    (n-1)/n each. In a single format that is 3/2 of DDP's bytes; with 16-bit weights and FP32 gradients, the same.
     """
     share = (ranks - 1) / ranks
     return share * (2 * weight + gradient if sharded else 2 * gradient)

@@ -1,14 +1,15 @@
-"""The cost model against published runs: what calibrates it, how far off it is, and which error band an answer gets.
+"""The cost model against published runs: its calibration, its error, and the error band of an answer.
 
-Fixed before any error was seen:
+Fixed before we saw any error:
+
 * A series is one model in one number format, on one machine, with one program, from one source.
-* Its smallest configuration calibrates: the fewest GPUs, of these the smallest batch. It gives one number, the FLOP/s
-  that a GPU reaches. Everything else is theory, a datasheet, or a round number of ours.
-* HELD_OUT: two rows whose errors nobody looked at while the model was built. They came out 0 of 2 within 20 %.
-  All other rows were seen while it was built: this is a calibrated test, not a blind one.
+* Its smallest configuration calibrates: the fewest GPUs, then the smallest batch. It gives one number, the FLOP/s that
+  a GPU reaches. Everything else is theory, a datasheet, or a round number of ours.
+* HELD_OUT: two rows whose errors nobody saw while building the model. They came out 0 of 2 within 20 %. All other rows
+  were seen, so this is a calibrated test, not a blind one.
 
-Chosen after the errors had been seen: the regimes and the rules that refuse a band (REGIMES, WIDEST), and NCCL's own
-latencies in place of one round number. No number was fitted to them.
+Chosen after seeing the errors: the regimes, the rules that refuse a band (REGIMES, WIDEST), and NCCL's latencies
+instead of one round number. No number was fitted to the errors.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ STEPS = {
     "mlperf_gpt3": "GPT-3, H100",
     "rtx_3090": "CNNs, RTX 3090, PCIe",
 }
-"""Tables of training steps that say all that a prediction needs."""
+"""Tables of training steps that contain everything a prediction needs."""
 CARDS = "llm_foundry_cards"
 """One row each for two cards: they calibrate a card's share of its peak, and predict nothing."""
 FAST_GB_S = 6.25
 """10^9 bytes/s of one GPU to other nodes: no published row lies between 1.6 and this."""
 MOST_EXPOSED = 0.25
-"""Beyond this share of exposed communication all published rows are those of the slow networks."""
+"""Above this share of exposed communication, all published rows are on slow networks."""
 REGIMES = {
     "one GPU": "one GPU",
     "NVLink": "one node with NVLink",
@@ -56,7 +57,7 @@ REGIMES = {
     "slow network": f"under {FAST_GB_S:g} GB/s per GPU between nodes, or over {MOST_EXPOSED:.0%} of the step exposed",
 }
 WIDEST = 2.0
-"""A band whose upper end is more than this times its lower end helps nobody; nor does a band from a single source."""
+"""A band wider than this (upper end over lower end) is useless, and so is a band from a single source."""
 BIAS = "Published runs are the ones that went well, so expect yours to be slower."
 
 # (parameters, 10^9 multiply-adds of a forward pass per image, convolutions): documentation of torchvision.models
@@ -80,19 +81,19 @@ class Row:
     table: str
     series: str
     machine: str
-    """What the series shares with those of other models: machine, program, number format."""
+    """What the series shares with other models' series: machine, program, number format."""
     config: str
     card: str
     work: Work
     cluster: Cluster
-    """With flop_s not yet known."""
+    """Without a known flop_s."""
     plan: Plan
     published_s: float
     held_out: bool
 
 
 def regime(found: Step, cluster: Cluster, plan: Plan) -> str:
-    """Which of REGIMES a modelled step belongs to."""
+    """Return which of REGIMES a modelled step belongs to."""
     if plan.ranks == 1:
         return "one GPU"
     several = plan.ranks > cluster.gpus_per_node
@@ -103,11 +104,11 @@ def regime(found: Step, cluster: Cluster, plan: Plan) -> str:
 
 
 def rows(*tables: str) -> list[Row]:
-    """The published steps of these tables; without a name, of all in STEPS."""
+    """Return the published steps of these tables; by default of all in STEPS."""
     found = []
     for name in tables or STEPS:
         records = table(name)
-        if name == "one_bit_adam":  # its step is the sum of four parts, one after the other
+        if name == "one_bit_adam":  # its step is the sum of four sequential parts
             parts = [(r, [part.value for part in records.where(**r.case)]) for r in records.where("forward")]
             records = [replace(r, metric="step", samples=(sum(values),)) for r, values in parts]
         found += [_row(name, r) for r in records]
@@ -117,7 +118,7 @@ def rows(*tables: str) -> list[Row]:
 def _row(name: str, r: Record) -> Row:
     work, plan = _work(name, r)
     case = {k: v for k, v in r.case.items() if k not in ("gpus", "batch", "ddp")}
-    if name == "megatron":  # the model grows with the GPUs: that is the series
+    if name == "megatron":  # the series: the model grows with the number of GPUs
         case = {"model": "GPT-2"}
     config = f"{r.case['gpus']} GPUs" + (f", batch {r.case['batch']:g}" if name == "rtx_3090" else "")
     config += f", {r.case['model']}" * (name == "megatron")
@@ -133,7 +134,7 @@ def _row(name: str, r: Record) -> Row:
 
 
 def _seconds(r: Record, work: Work) -> float:
-    """Published seconds per step."""
+    """Return published seconds per step."""
     if r.metric == "step":
         return r.value / 1e3
     if r.metric == "tokens_per_gpu":
@@ -154,7 +155,7 @@ def _work(name: str, r: Record) -> tuple[Work, Plan]:
     if name == "one_bit_adam":  # gradients travel in FP16, after backward; sequences of 128
         work = Work.of(Job(336e6, 16 * gpus, 128, 24, 1024))
         return replace(work, gradient_bytes=2.0, overlap=False), Plan(gpus)
-    if name in ("llm_foundry", CARDS):  # mode PURE: gradients are summed in BF16
+    if name in ("llm_foundry", CARDS):  # mode PURE sums gradients in BF16
         parameters, layers, hidden = MPT[model]
         work = Work.of(Job(parameters, r.case["batch"] * gpus, seq, layers, hidden))
         return replace(work, gradient_bytes=2.0), Plan(gpus, sharded=True, micro_batches=micro, recompute=again)
@@ -169,21 +170,21 @@ def _work(name: str, r: Record) -> tuple[Work, Plan]:
 
 
 def predict(published: Iterable[Row], by: Literal["series", "machine"]) -> pandas.DataFrame:
-    """Every row with its prediction, calibrated by one row of its series, or of its machine, whatever model that ran.
+    """Predict every row, calibrated by one row of its series, or of its machine, whatever model that ran.
 
-    "machine" is what you ask of the model when a card's share of its peak comes from another model. `perfect_s` is
-    perfect scaling, the model to beat: as if nothing but arithmetic had changed since the calibration row.
+    "machine" corresponds to using a card's share of peak from another model. `perfect_s` is perfect scaling, the model
+    to beat: as if only arithmetic had changed since the calibration row.
     """
     sets: dict[tuple[str, str], list[Row]] = {}
     for row in published:
         sets.setdefault((row.table, getattr(row, by)), []).append(row)
     found = pandas.DataFrame([line for rows in sets.values() for line in _predict(rows)])
-    found["error"] = found["modelled_s"] / found["published_s"] - 1  # positive where the model is too slow
+    found["error"] = found["modelled_s"] / found["published_s"] - 1  # positive: the model is too slow
     return found
 
 
 def _predict(rows: list[Row]) -> Iterator[dict]:
-    first = min(rows, key=lambda r: (r.cluster.gpus, r.work.batch))  # of equal ones the one that comes first
+    first = min(rows, key=lambda r: (r.cluster.gpus, r.work.batch))  # the first one of equals
     flop_s = calibrated(first.work, first.cluster, first.plan, first.published_s).flop_s
     perfect = calibrated(first.work, _perfect(first.cluster), first.plan, first.published_s).flop_s
     for row in rows:
@@ -203,27 +204,27 @@ def _predict(rows: list[Row]) -> Iterator[dict]:
 
 
 def _perfect(cluster: Cluster) -> Cluster:
-    """`cluster` with links, memory and ranks that cost nothing."""
+    """Return `cluster` with links, memory and ranks that cost nothing."""
     return replace(cluster, inside=INFINITE, between=INFINITE, memory_bytes_s=float("inf"), gap_s=0.0, spread=0.0)
 
 
 @cache
 def test() -> pandas.DataFrame:
-    """The calibrated test: every row that calibrated nothing, by series, the two held-out rows first."""
+    """Run the calibrated test: every row that didn't calibrate, by series, the two held-out rows first."""
     found = predict(rows(), by="series")
     return found[~found["calibrates"]].sort_values("held_out", ascending=False, kind="stable", ignore_index=True)
 
 
 @dataclass(frozen=True)
 class Range:
-    """A modelled number with its band: eight in ten published runs of the regime lie within."""
+    """A modelled number with its band, which contains eight in ten published runs of the regime."""
 
     value: float
     low: float
     high: float
 
     def times(self, factor: float) -> Range:
-        """All three, `factor` times."""
+        """Multiply all three by `factor`."""
         return Range(self.value * factor, self.low * factor, self.high * factor)
 
     def __str__(self) -> str:
@@ -233,19 +234,19 @@ class Range:
 
 @dataclass(frozen=True)
 class Band:
-    """Published over modelled seconds of the rows of one regime, each predicted from one row of its machine."""
+    """Published over modelled seconds in one regime; each row is predicted from one row of its machine."""
 
     regime: str
     low: float
-    """A tenth of the rows lies below."""
+    """The lower 10 % of the rows are below this."""
     high: float
-    """A tenth of the rows lies above."""
+    """The upper 10 % of the rows are above this."""
     rows: int
     sources: int
 
     @property
     def refusal(self) -> str:
-        """Why this band helps nobody, in one line; "" if it does."""
+        """Why this band is useless, in one line; "" if it isn't."""
         useful = self.sources > 1 and self.high <= WIDEST * self.low
         return "" if useful else f"no time, because published runs support no band for {self}; time a step."
 
@@ -258,7 +259,7 @@ class Band:
 
 @cache
 def bands() -> dict[str, Band]:
-    """{regime: its band}, over all rows that calibrated nothing, the two held out among them."""
+    """Return {regime: its band} over all rows that didn't calibrate, including the two held-out ones."""
     found = predict(rows(), by="machine")
     groups = found[~found["calibrates"]].groupby("regime")
     ratio = {name: g["published_s"] / g["modelled_s"] for name, g in groups}
@@ -270,7 +271,7 @@ def bands() -> dict[str, Band]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A modelled step of a plan, and its seconds with their band, or the reason why there are none."""
+    """A modelled step of a plan with its error band, or the reason why no time is given."""
 
     step: Step
     band: Band
@@ -287,27 +288,27 @@ class Estimate:
 
 
 def estimate(work: Work, cluster: Cluster, plan: Plan, calibration: str) -> Estimate:
-    """One step with the band of its regime. `calibration`: where flop_s comes from; "" if it is a guess."""
+    """Model one step with its regime's band. `calibration`: where flop_s comes from; "" for a guess."""
     found = step(work, cluster, plan)
     band = bands()[regime(found, cluster, plan)]
     return Estimate(found, band, band.refusal if calibration else GUESSED)
 
 
 SAME_CHIP = {"H200": "H100"}
-"""Cards with the peak of another one and more memory."""
+"""Cards with another card's peak and more memory."""
 GUESS = 0.4
-"""Share of the peak that we assume for a card without a published run, to compare plans; no time is printed for it."""
+"""Share of the peak assumed for a card without a published run, to compare plans; no time is printed for it."""
 GUESSED = "no time, because no published run says what share of its peak this card reaches; time a step."
 
 
 @cache
 def reached(card: str) -> tuple[float, str]:
-    """(share of its dense 16-bit peak that this card reaches, source); (GUESS, "") without a published run.
+    """Return (share of its dense 16-bit peak that this card reaches, source); (GUESS, "") without a published run.
 
-    Of products that were really computed, recomputed ones among them: so a plan that recomputes pays for it once.
+    Counts products really computed, including recomputed ones, so a plan that recomputes pays for it once.
     """
     chip = SAME_CHIP.get(card.split()[0], card.split()[0])
-    for row in rows(CARDS, "megatron"):  # of each card, its first row counts
+    for row in rows(CARDS, "megatron"):  # the first row of each card counts
         if row.card.split()[0] == chip:
             flop_s = calibrated(row.work, row.cluster, row.plan, row.published_s).flop_s
             peak = cards.peak_flop_s(hardware.spec(row.card))
@@ -316,7 +317,7 @@ def reached(card: str) -> tuple[float, str]:
 
 
 def report() -> pandas.DataFrame:
-    """One row per regime: the calibrated test, and the band that an answer gets."""
+    """Return one row per regime: the calibrated test, and the band of an answer."""
     found = test().assign(
         perfect=lambda t: (t["perfect_s"] / t["published_s"] - 1).abs(), off=lambda t: t["error"].abs()
     )

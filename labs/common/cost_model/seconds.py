@@ -1,7 +1,7 @@
-"""How long a step takes: computing, two levels of links, overlap, the pipeline's bubble, and the slowest rank.
+"""How long a step takes: arithmetic, two levels of links, overlap, the pipeline's bubble, and the slowest rank.
 
-Every term is theory and has a unit; no number was fitted to a training run on many GPUs. `published` says how far off
-the sum is. Links "inside" join the GPUs of a node, links "between" join nodes.
+Every term is theory and has a unit; no number was fitted to multi-GPU training runs. `published` says how far off the
+sum is. "Inside" links join the GPUs of a node, "between" links join nodes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from labs.common.cost_model.jobs import Job, Plan
 from labs.common.cost_model.memory import COPY_BYTES, GRADIENT_BYTES
 from labs.kit.errors import require
 
-BUCKET_BYTES = 25 * 2**20  # of DDP; the last one has no backward pass left to hide behind
+BUCKET_BYTES = 25 * 2**20  # DDP's; the last one has no backward left to hide behind
 GAP_S = 4e-6  # between the end of one kernel and the work of the next: our round number
 SPREAD = 0.01  # standard deviation of a rank's step time over its mean: our round number for equal, quiet GPUs
-KERNELS = 45  # of a transformer's layer, forward and backward: our count
+KERNELS = 45  # per transformer layer, forward and backward: our count
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Link:
 
     bytes_s: float
     latency_s: float = 0.0
-    """Of one message."""
+    """Per message."""
 
 
 INFINITE = Link(math.inf)
@@ -39,13 +39,13 @@ class Cluster:
     gpus: int
     gpus_per_node: int
     flop_s: float
-    """Of one GPU while it multiplies, reached: the number that one timed step gives (`calibrated`)."""
+    """Reached by one GPU while multiplying: the number that one timed step gives (`calibrated`)."""
     inside: Link
-    """From one GPU to the others of its node."""
+    """From one GPU to the others in its node."""
     between: Link = INFINITE
-    """From one GPU to other nodes: its node's network cards over its node's GPUs."""
+    """From one GPU to other nodes: its node's network bandwidth over its node's GPUs."""
     memory_bytes_s: float = math.inf
-    """Of one GPU's memory: what limits the optimizer's update."""
+    """Of one GPU's memory: limits the optimizer's update."""
     memory_bytes: float = math.inf
     """Of one GPU."""
     pcie: bool = False
@@ -56,11 +56,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step has to do, over all GPUs."""
+    """The work of one optimizer step, over all GPUs."""
 
     parameters: float
     flop: float
-    """FLOPs of one sample, forward and backward, nothing recomputed."""
+    """FLOPs of one sample, forward and backward, without recomputation."""
     batch: float
     """Samples per step."""
     kernels: float = 0.0
@@ -75,28 +75,28 @@ class Work:
     update_bytes: float = 30.0
     """Per parameter, read and written by the optimizer: Adam reads 4 and writes 3 FP32 numbers and a 16-bit copy."""
     overlap: bool = True
-    """Gradients travel during backward (DDP, FSDP2); if not, after it."""
+    """Whether gradients travel during backward (DDP, FSDP2) or after it."""
 
     @classmethod
     def of(cls, job: Job) -> Work:
-        """A transformer; a sample is a sequence."""
+        """Return a transformer's work; a sample is a sequence."""
         width = 2.0 * job.hidden * job.seq
         return cls(job.parameters, job.flop / job.batch, job.batch, KERNELS * job.layers, job.layers, width)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step in seconds, by what they are spent on."""
+    """Seconds of one optimizer step, by cause."""
 
     arithmetic_s: float
     overhead_s: float
-    """Gaps between kernels and the optimizer's update: they don't shrink with the batch."""
+    """Gaps between kernels and the optimizer's update, which don't shrink with the batch."""
     bubble_s: float
-    """Stages of a pipeline wait for each other."""
+    """Pipeline stages waiting for each other."""
     exposed_s: float
-    """Communication that no computing hides."""
+    """Communication that no computation hides."""
     waiting_s: float
-    """For the slowest rank."""
+    """Waiting for the slowest rank."""
 
     @property
     def step_s(self) -> float:
@@ -104,7 +104,7 @@ class Step:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """{what the time is spent on: seconds}; they add up to the step."""
+        """Return {cause: seconds}; they add up to the step."""
         return {
             "arithmetic": self.arithmetic_s,
             "overhead": self.overhead_s,
@@ -114,18 +114,18 @@ class Step:
         }
 
     def limit(self) -> str:
-        """The largest part of the step."""
+        """Return the name of the largest part."""
         parts = self.parts()
         return max(parts, key=lambda name: parts[name])
 
 
 def all_reduce_s(size: float, n: int, per_node: int, inside: Link, between: Link) -> float:
-    """Seconds of an all-reduce of `size` bytes over n ranks, `per_node` of them in a node: the faster of two ways.
+    """Return seconds of an all-reduce of `size` bytes over n ranks, `per_node` in a node: the faster of two ways.
 
-    Flat ring: 2 (n-1) messages and 2 (n-1)/n of the bytes pass every link of the ring, at the pace of the slower
-    level (Patarasuk & Yuan 2009). Two levels: reduce-scatter inside, all-reduce between the nodes of each GPU's part,
-    all-gather inside (Jia et al. 2018, arXiv 1807.11205; NCCL's trees send as much between nodes). All GPUs of a node
-    use the network at once: a ring per network card.
+    Flat ring: 2 (n-1) messages and 2 (n-1)/n of the bytes pass every link, at the slower level's pace (Patarasuk & Yuan
+    2009). Two levels: reduce-scatter inside, all-reduce of each GPU's part between nodes, all-gather inside (Jia et al.
+    2018, arXiv 1807.11205; NCCL's trees send as much between nodes). All GPUs of a node use the network at once: one
+    ring per network card.
     """
     nodes = math.ceil(n / per_node)
     g = min(per_node, n)
@@ -140,7 +140,7 @@ def all_reduce_s(size: float, n: int, per_node: int, inside: Link, between: Link
 
 
 def gather_s(size: float, n: int, per_node: int, inside: Link, between: Link) -> float:
-    """Seconds of an all-gather to, or reduce-scatter of, `size` bytes.
+    """Return seconds of an all-gather to, or reduce-scatter of, `size` bytes.
 
     A ring: (n-1)/n of the bytes pass every GPU, (N-1)/N of them enter each of N nodes; both levels work at once.
     """
@@ -152,7 +152,7 @@ def gather_s(size: float, n: int, per_node: int, inside: Link, between: Link) ->
 
 
 def step(work: Work, cluster: Cluster, plan: Plan) -> Step:
-    """The model: one step of `work` on `cluster` by `plan`."""
+    """Model one step of `work` on `cluster` by `plan`."""
     layers = math.ceil(work.layers / plan.pipeline)  # of the largest stage
     share = layers / work.layers
     again = 4 / 3 if plan.recompute else 1.0
@@ -169,15 +169,15 @@ def step(work: Work, cluster: Cluster, plan: Plan) -> Step:
 
 
 def _tensor(work: Work, cluster: Cluster, plan: Plan, layers: int) -> float:
-    """Two all-reduces of the activations per layer forward, two backward, two more if forward is repeated."""
+    """Return seconds of the all-reduces of activations: per layer two forward, two backward, two if recomputed."""
     size = work.width_bytes * work.batch / (plan.data * plan.micro_batches)
     times = (6 if plan.recompute else 4) * layers * plan.micro_batches
-    per_node = min(plan.tensor, cluster.gpus_per_node)  # tensor ranks sit next to each other, then data ranks
+    per_node = min(plan.tensor, cluster.gpus_per_node)  # tensor ranks are neighbours, then data ranks
     return times * all_reduce_s(size, plan.tensor, per_node, cluster.inside, cluster.between)
 
 
 def _stages(work: Work, cluster: Cluster, plan: Plan) -> float:
-    """Messages between stages, there and back; across nodes the slowest hop sets the pace."""
+    """Return seconds of messages between stages, both ways; across nodes the slowest hop sets the pace."""
     if plan.pipeline == 1:
         return 0.0
     link = cluster.between if plan.ranks > cluster.gpus_per_node else cluster.inside
@@ -187,10 +187,10 @@ def _stages(work: Work, cluster: Cluster, plan: Plan) -> float:
 
 
 def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> float:
-    """What no computing hides of the data-parallel collectives.
+    """Return seconds of data-parallel collectives that no computation hides.
 
-    DDP: one all-reduce of gradients; all but its last bucket can hide behind backward. FSDP2: weights are gathered in
-    forward and in backward of each micro-batch, gradients scattered in backward.
+    DDP: one all-reduce of gradients; all but its last bucket can hide behind backward. FSDP2: gathers weights in
+    forward and backward of each micro-batch, and scatters gradients in backward.
     """
     if plan.data == 1:
         return 0.0
@@ -205,14 +205,14 @@ def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> 
     gather, scatter = m * gather_s(work.weight_bytes * own, *links), m * gather_s(work.gradient_bytes * own, *links)
     if not work.overlap:
         return 2 * gather + scatter
-    first = gather / m / work.layers  # of the first layer, which nothing hides
+    first = gather / m / work.layers  # the first layer's gather, which nothing hides
     return max(first, gather - forward) + max(0.0, gather + scatter - backward)
 
 
 def efficiency(work: Work, cluster: Cluster, plan: Plan) -> float:
-    """Samples per second of each GPU over those of one alone that takes an equal share of the batch (weak scaling).
+    """Return each GPU's samples per second over a single GPU's with an equal share of the batch (weak scaling).
 
-    The one updates as many states as each of the many: that FSDP2 divides them is no gain of scaling.
+    The single GPU updates as many states as each of the many, because dividing them is FSDP2's gain, not scaling's.
     """
     shards = plan.tensor * plan.pipeline * (plan.data if plan.sharded else 1)
     alone = replace(work, batch=work.batch / plan.ranks, update_bytes=work.update_bytes / shards)
@@ -220,9 +220,9 @@ def efficiency(work: Work, cluster: Cluster, plan: Plan) -> float:
 
 
 def calibrated(work: Work, cluster: Cluster, plan: Plan, measured_s: float) -> Cluster:
-    """`cluster` with the flop_s that makes `work` take `measured_s` seconds per step, by bisection.
+    """Return `cluster` with the flop_s that makes `work` take `measured_s` seconds per step, by bisection.
 
-    BadInput if the other terms alone take longer: then no FLOP/s explains the measurement.
+    BadInput if the other terms alone take longer, because then no FLOP/s explains the measurement.
     """
     floor = step(work, replace(cluster, flop_s=1e24), plan).step_s
     require(

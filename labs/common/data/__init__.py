@@ -1,6 +1,6 @@
-"""The real data that all labs train on. It is part of the repository: nothing is downloaded.
+"""The data that all labs train on. It is part of the repository, so nothing is downloaded.
 
-Every file is checked against `SHA256SUMS` when it is loaded. Authors and licences: `ATTRIBUTION.md`.
+Loading checks every file against `SHA256SUMS`. Authors and licences: `ATTRIBUTION.md`.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ FASHION_CLASSES = (
 
 
 class DataError(RuntimeError):
-    """A data file is missing or is not the file that this course was written with."""
+    """A data file is missing, or isn't the file that this course was written with."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def photos(folder: Path = FOLDER) -> list[Path]:
 
 
 def checked(name: str, folder: Path = FOLDER) -> Path:
-    """Return the path of the data file `name` once its content has proved to be the expected one.
+    """Return the path of the data file `name` after checking its content.
 
     Raises:
         DataError: the file is missing or differs; the message names the file and the remedy.
@@ -82,6 +82,6 @@ def checked(name: str, folder: Path = FOLDER) -> Path:
 
 @cache
 def checksums(folder: Path = FOLDER) -> dict[str, str]:
-    """Return the sha256 (hexadecimal) that each data file must have, by its path inside `folder`."""
+    """Return the expected sha256 (hexadecimal) of each data file, by its path inside `folder`."""
     lines = (folder / "SHA256SUMS").read_text(encoding="ascii").splitlines()
     return {name.removeprefix("./"): digest for digest, name in (line.split() for line in lines)}

@@ -1,4 +1,4 @@
-"""Folders of derived files, made once: whole or not at all, checked before each use, made again when damaged."""
+"""Folders of derived files: made once and completely, checked before each use, remade if damaged."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ REMEDIES = {
 
 
 def cache_folder() -> Path:
-    """$GPU_COURSE_CACHE if set; else `.cache` of the repository, if it can be written; else the user's cache."""
+    """Return $GPU_COURSE_CACHE if set; else the repository's `.cache`, if writable; else the user's cache."""
     if chosen := os.environ.get("GPU_COURSE_CACHE"):
         return Path(chosen).expanduser().absolute()
     own = REPOSITORY / ".cache"
-    is_repository = (REPOSITORY / "pyproject.toml").is_file()  # not the site-packages of an installed course
+    is_repository = (REPOSITORY / "pyproject.toml").is_file()  # as opposed to the site-packages of an installed course
     if is_repository and os.access(own if own.exists() else REPOSITORY, os.W_OK):
         return own
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpu-training-course"
 
 
 def made_once(folder: Path, recipe: dict[str, Any], make: Callable[[Path], object]) -> Path:
-    """Return `folder`, holding what `make(folder)` writes for `recipe`; `make` runs only if it is not there whole.
+    """Return `folder` with what `make(folder)` writes for `recipe`; runs `make` only if it isn't complete already.
 
-    `make` fills a sibling folder, which is then renamed. Processes that need the same cache at once wait for the
-    one that makes it. Every use reads all files once (CRC-32, about 1 GB/s from the page cache).
+    `make` fills a sibling folder, which is then renamed. Processes that need the same cache at once wait for the one
+    that makes it. Every use reads all files once (CRC-32, about 1 GB/s from the page cache).
 
     Raises:
         DataError: it cannot be written; the message is one line and names the remedy.
@@ -52,7 +52,7 @@ def made_once(folder: Path, recipe: dict[str, Any], make: Callable[[Path], objec
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(folder.parent):
-            if not is_whole(folder, recipe):  # another process may have made it meanwhile
+            if not is_whole(folder, recipe):  # another process may have made it in the meantime
                 _make(folder, recipe, make)
     except OSError as e:
         remedy = REMEDIES.get(e.errno or 0, ELSEWHERE)
@@ -61,7 +61,7 @@ def made_once(folder: Path, recipe: dict[str, Any], make: Callable[[Path], objec
 
 
 def is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
-    """Whether `folder` was made by `recipe` and every file of it is as it was written. Other files do not matter."""
+    """Return whether `folder` was made by `recipe` and all its files are unchanged. Other files don't matter."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return manifest["recipe"] == recipe and all(
@@ -72,7 +72,7 @@ def is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
 
 
 def fingerprint(path: Path) -> list[int]:
-    """[size in bytes, CRC-32] of a file: finds damage, not malice, 2.5 times as fast as SHA-256 here."""
+    """Return [size in bytes, CRC-32] of a file: detects damage, not malice, 2.5 times as fast as SHA-256 here."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(2**16):
@@ -81,7 +81,7 @@ def fingerprint(path: Path) -> list[int]:
 
 
 def _make(folder: Path, recipe: dict[str, Any], make: Callable[[Path], object]) -> None:
-    for stale in folder.parent.glob(f"*{PARTIAL}"):  # of a process that was killed: living ones hold the lock
+    for stale in folder.parent.glob(f"*{PARTIAL}"):  # left by a killed process; living ones hold the lock
         shutil.rmtree(stale)
     partial = folder.with_name(folder.name + PARTIAL)
     try:
@@ -105,4 +105,4 @@ def _alone_in(root: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if a process was forked meanwhile
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if a process was forked in the meantime

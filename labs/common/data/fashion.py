@@ -1,4 +1,4 @@
-"""Fashion-MNIST as short vectors, for labs that train hundreds of small perceptrons."""
+"""Fashion-MNIST as short vectors, for labs that train hundreds of small MLPs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from labs.common.data import fashion_mnist
 
 
 def vectors(samples: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first `samples` training images and labels, and all test images and labels, on `device`.
+    """Return the first `samples` training images and labels, and all test images and labels, on `device`.
 
-    Images: means of 2 x 2 pixels, about standardised, shape (N, 196) float32; labels: (N,) int64, 0-9.
+    Images: means of 2 x 2 pixels, roughly standardised, shape (N, 196) float32; labels: (N,) int64, 0-9.
     """
     arrays, tensors = fashion_mnist(), []
     for images, labels in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):

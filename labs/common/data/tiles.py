@@ -1,7 +1,7 @@
 """Real JPEG tiles: random crops of the nine photos, cut on first use and kept in a cache that git ignores.
 
-The photo that a tile comes from is its class. Crops overlap, so where accuracy matters split by region, not at
-random. The 1,024 tiles of the default are 41 MB and take some seconds to cut, once.
+A tile's class is its photo. Crops overlap, so where accuracy matters, split by region instead of at random. The default
+1,024 tiles take 41 MB and some seconds to cut, once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tiles:
     folder: Path
     paths: tuple[Path, ...]
     labels: tuple[int, ...]
-    """Number of the photo (0-8, in the order of labs.common.data.photos) that each tile was cut from."""
+    """Index of the photo (0-8, in the order of labs.common.data.photos) that each tile was cut from."""
     size: tuple[int, int]
     """Width and height of each tile in pixels."""
 
@@ -46,17 +46,17 @@ def tiles(
     folder: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Tiles:
-    """Return `count` JPEG tiles of `size` (width, height), cut now if the cache does not hold them undamaged.
+    """Return `count` JPEG tiles of `size` (width, height); cuts them now unless the cache holds them undamaged.
 
-    Tile i depends on `seed` and i only, and has the same bytes wherever Pillow and its JPEG library are the same.
+    Tile i depends only on `seed` and i, and has the same bytes wherever Pillow and its JPEG library are the same.
 
     Args:
         quality: of the JPEG files, 1-95.
         folder: the cache; default `labs.common.data.derived.cache_folder()` / "tiles".
-        progress: called with (done, total) while tiles are cut; without it a bar is drawn on standard error.
+        progress: called with (done, total) while cutting tiles; by default draws a bar on standard error.
 
     Raises:
-        BadInput: a value cannot work.
+        BadInput: a value is out of range.
         DataError: a photo is damaged, or the cache cannot be written; the message names the remedy.
     """
     count, size = int(count), (int(size[0]), int(size[1]))
@@ -75,7 +75,7 @@ def tiles(
 
 
 def _check(count: int, size: tuple[int, int], quality: int, seed: int) -> int:
-    """How many photos there are, if tiles can be cut from each of them."""
+    """Return the number of photos. BadInput if tiles can't be cut from each of them."""
     require(1 <= count <= 999_999, f"count must be 1 to 999,999 tiles, not {count}")
     require(min(size) >= 8, f"size must be at least 8 x 8 pixels, not {size[0]} x {size[1]}")
     require(1 <= quality <= 95, f"quality must be 1 to 95, not {quality}")
@@ -90,7 +90,7 @@ def _check(count: int, size: tuple[int, int], quality: int, seed: int) -> int:
 
 
 def _encoder() -> str:
-    """What decides the bytes of a JPEG file."""
+    """Return the versions that determine a JPEG file's bytes."""
     return f"Pillow {PIL.__version__}, libjpeg-turbo {features.version('libjpeg_turbo')}"
 
 
@@ -99,7 +99,7 @@ def _name(index: int, label: int) -> str:
 
 
 def _cut(target: Path, count: int, size: tuple[int, int], quality: int, seed: int, report: Progress) -> None:
-    """Write all tiles, photo by photo, so that each photo is decoded once and only one is held in memory."""
+    """Write all tiles, photo by photo, so that each photo is decoded once and only one is in memory."""
     photos, done = data.photos(), 0
     with ThreadPoolExecutor(core_count()) as pool:  # Pillow encodes without holding the GIL
         for label, path in enumerate(photos):
@@ -116,7 +116,7 @@ def _cut(target: Path, count: int, size: tuple[int, int], quality: int, seed: in
 
 
 def box(index: int, photo: tuple[int, int], size: tuple[int, int], seed: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of tile `index` in a photo of that size, all in pixels."""
+    """Return (left, top, right, bottom) of tile `index` in a photo of that size, all in pixels."""
     x, y = np.random.default_rng((seed, index)).integers(0, (photo[0] - size[0] + 1, photo[1] - size[1] + 1))
     return int(x), int(y), int(x) + size[0], int(y) + size[1]
 

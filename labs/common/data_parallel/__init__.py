@@ -1,1 +1,1 @@
-"""Replicas, their gradients' buckets, and the closed forms of data parallelism."""
+"""Data parallelism: replicas, gradient buckets, and closed-form costs."""

@@ -1,6 +1,6 @@
-"""A communication hook that counts what DDP hands over.
+"""A communication hook that counts what DDP exchanges.
 
-DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
+DDP refuses hooks whose annotations are strings, so this module has no `from __future__ import annotations`.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from labs.common.tensors import nbytes
 
 
 def counting_all_reduce(handed: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's own default, an average over all ranks. Counts "all_reduces" and the "bytes" handed to them."""
+    """Average over all ranks, as DDP does by default, and count "all_reduces" and their "bytes"."""
     handed["all_reduces"] += 1
     handed["bytes"] += nbytes(bucket.buffer())
     return default_hooks.allreduce_hook(None, bucket)

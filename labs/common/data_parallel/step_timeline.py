@@ -1,4 +1,4 @@
-"""Pictures of steps on every rank: what each computes and what it exchanges, in two rows for each."""
+"""Plots of steps on every rank, with two rows each: computation and communication."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COLORS = {
     "all-reduce": SERIES[1],
     "wait": SERIES[3],
 }
-"""Of each part of a step. Parts of one colour do not stand in one picture."""
+"""Colour of each part of a step. Parts with the same colour never appear in one plot."""
 EXCHANGED = ("all-reduce", "wait")
 
 
 def two_rows(
     of_ranks: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]], message: str, records: Records
 ) -> Figure:
-    """Two rows for each rank: what it computes above, what it exchanges below. {rank: {part: spans in s}}."""
+    """Plot each rank in two rows, computation above communication. `of_ranks`: {rank: {part: spans in s}}."""
     fig, ax = figure(
         message,
         xlabel="milliseconds since the step began",

@@ -1,7 +1,7 @@
 """BatchNorm over the batch of all ranks, written out for any device and backend.
 
-`torch.nn.SyncBatchNorm` does this on GPUs only; on a CPU it refuses. The idea is the same: the mean and the
-variance are those of all ranks' rows, and the all-reduce that finds them is itself differentiated.
+`torch.nn.SyncBatchNorm` works only on GPUs. The idea here is the same: mean and variance are those of all ranks' rows,
+and gradients flow through the all-reduce that computes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """An all-reduce with a gradient: every rank's output depends on every rank's input, so gradients sum up, too."""
+    """A differentiable all-reduce: every output depends on every rank's input, so backward also sums over ranks."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     """A BatchNorm2d whose training statistics come from every rank's (batch, channels, height, width)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise with the statistics of all ranks while training, with the running ones otherwise."""
+        """Normalise with the statistics of all ranks in training, with the running ones otherwise."""
         if not self.training:
             return super().forward(x)
         rows = torch.full_like(x[0, :1, 0, 0], x.numel() / x.shape[1])
@@ -51,7 +51,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def synchronised(module: nn.Module) -> nn.Module:
-    """`module` with every BatchNorm2d replaced by a synchronised one: torch's own on GPUs, ours elsewhere."""
+    """Replace every BatchNorm2d in `module` by a synchronised one: torch's on GPUs, ours elsewhere."""
     if any(p.is_cuda for p in module.parameters()):
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
     for parent in list(module.modules()):

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Mean over the rows of (output, target)."""
+"""Maps (output, target) to the mean over rows."""
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, loss: Loss) -> None:
-    """One training step: the same lines for one device and for DDP. What differs is `model`."""
+    """Run one training step: the same lines for one device and for DDP. Only `model` differs."""
     optimizer.zero_grad()
-    loss(model(x), y).backward()  # DDP all-reduces the gradients meanwhile, bucket by bucket
-    optimizer.step()  # exchanges nothing: after backward all ranks hold the same gradients
+    loss(model(x), y).backward()  # here DDP all-reduces the gradients, bucket by bucket
+    optimizer.step()  # no exchange: after backward all ranks hold the same gradients

@@ -1,7 +1,7 @@
-"""Bytes that this process has sent over TCP, as the kernel counts them, socket by socket.
+"""Bytes that this process has sent over TCP, counted by the kernel, socket by socket.
 
-gloo's ranks talk over TCP, on one machine too. The kernel knows nothing of rings or formulas, so its count can test
-one. Ranks that exchange otherwise (NCCL over NVLink, PCIe or shared memory) leave no trace here.
+gloo's ranks use TCP, even on one machine. The kernel knows no rings or formulas, so its count can test them. Other
+transports (NCCL over NVLink, PCIe or shared memory) leave no trace here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ QUEUED, SENT, SENT_AGAIN = 144, 200, 208
 
 
 def tcp_sent_bytes() -> int | None:
-    """Bytes that this process has written to the TCP connections that are open now, each counted once.
+    """Return the bytes that this process has written to its open TCP connections, each byte counted once.
 
-    Also those that still wait in the kernel. None where the kernel does not tell (it needs Linux 4.19), where /proc is
-    missing, or where nothing was sent. The group's own book-keeping is in it, some hundred bytes for each collective.
+    Includes bytes still queued in the kernel, and the process group's book-keeping, some hundred bytes per collective.
+    None if the kernel doesn't count (needs Linux 4.19), /proc is missing, or nothing was sent.
     """
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
@@ -29,28 +29,28 @@ def tcp_sent_bytes() -> int | None:
 
 
 def sent_by(call: Callable[[], object], rank: Rank, calls: int = 1) -> list[int] | None:
-    """Bytes that each rank's connections sent during `calls` calls; None where a kernel does not tell. Collective.
+    """Return the bytes that each rank sent during `calls` calls; None if a kernel doesn't count. Collective.
 
-    gloo's headers are among them: some 48 bytes a message.
+    Includes gloo's headers: some 48 bytes per message.
     """
     rank.barrier()
     before = tcp_sent_bytes()
     for _ in range(calls):
         call()
     after = tcp_sent_bytes()
-    # Gathered after the count, by every rank: this exchange sends bytes, too.
+    # Every rank gathers only after counting, because this exchange sends bytes as well.
     sent = rank.gather(None if before is None or after is None else after - before)
     return None if None in sent else sent
 
 
 def _sent(fd: int) -> int:
-    """Bytes sent through the TCP connection `fd`; 0 if it is none."""
+    """Return bytes sent through the TCP connection `fd`; 0 if it isn't one."""
     try:
         if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-            return 0  # a duplicate of a file, made below, would stay open
-        with socket.socket(fileno=os.dup(fd)) as s:  # its own descriptor: closing it leaves the connection open
+            return 0  # the duplicate of a file, made below, would stay open
+        with socket.socket(fileno=os.dup(fd)) as s:  # a duplicate: closing it leaves the connection open
             info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    except OSError:  # closed meanwhile, or not TCP
+    except OSError:  # closed in the meantime, or not TCP
         return 0
     if len(info) < SENT_AGAIN + 8:
         return 0
@@ -61,5 +61,5 @@ def _sent(fd: int) -> int:
 
 
 def sent_through(fds: Iterable[int]) -> int:
-    """Bytes that this process has written to these connections, as `tcp_sent_bytes` counts; 0 where nobody tells."""
+    """Return bytes that this process has written to these connections, as `tcp_sent_bytes`; 0 if not counted."""
     return sum(map(_sent, fds))

@@ -1,4 +1,4 @@
-"""What loading labs and the tuner share: an input pipeline driven batch by batch, and what it should reach."""
+"""Shared by the loading labs and the tuner: drive an input pipeline batch by batch, and predict its rate."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_contex
 
 @dataclass(frozen=True)
 class Feed:
-    """Seconds of each timed step: waiting for its batch, and working on it; `batch` is the samples of one batch.
+    """Seconds of each timed step, waiting for its batch and working on it; `batch` is samples per batch.
 
-    Workers deliver in waves: with w workers, w batches arrive at about the same time. Single steps therefore say
-    little (most of them do not wait at all), and every part of a run that is to be a sample holds whole waves.
+    Workers deliver in waves: with w workers, w batches arrive at about the same time. Single steps therefore mean
+    little (most don't wait at all), so each sample of a run must contain whole waves.
     """
 
     wait_s: tuple[float, ...]
@@ -39,9 +39,9 @@ class Feed:
     """Batches that arrive together: the number of workers, at least 1."""
 
     def parts(self, most: int = 5) -> list[tuple[float, float]]:
-        """(share of it that was spent waiting, samples per second) of each of up to `most` parts, in order of time."""
+        """Return (share of time waiting, samples per second) of each of up to `most` parts, in order."""
         length = max(1, math.ceil(len(self.wait_s) // self.wave / most)) * self.wave
-        length = min(length, len(self.wait_s))  # a run that ended before its first wave did is one part
+        length = min(length, len(self.wait_s))  # a run shorter than its first wave is one part
         found = []
         for start in range(0, len(self.wait_s) - length + 1, length) if length else ():
             wait, work = (sum(s[start : start + length]) for s in (self.wait_s, self.work_s))
@@ -50,11 +50,11 @@ class Feed:
 
     @property
     def wait_share(self) -> tuple[float, ...]:
-        """Share of the time that was spent waiting for data, in each of up to 5 parts of the run."""
+        """Share of time spent waiting for data, in each of up to 5 parts of the run."""
         return tuple(share for share, _ in self.parts())
 
     def samples_per_s(self, most: int = 5) -> tuple[float, ...]:
-        """Samples per second in each of up to `most` parts of the run."""
+        """Return samples per second in each of up to `most` parts of the run."""
         return tuple(rate for _, rate in self.parts(most))
 
 
@@ -72,11 +72,11 @@ def drive(
     least_s: float = 0.0,
     deadline: float = math.inf,
 ) -> Feed:
-    """Pull `skip` batches and then time `timed` of them, in whole waves and for at least `least_s` seconds.
+    """Pull `skip` batches, then time `timed` of them, in whole waves and for at least `least_s` seconds.
 
-    Each goes through `step`, after which the device is synchronised. What workers had ready before the clock started
-    is free of charge: `skip` it (see `ready`). No batch is asked for after `deadline` (of time.perf_counter), so there
-    may be fewer, or none. ValueError if the loader ends before.
+    Each batch goes through `step`, followed by a device synchronisation. Batches ready before the clock starts cost
+    nothing, so `skip` them (see `ready`). Requests no batch after `deadline` (of time.perf_counter), so there may be
+    fewer, or none. ValueError if the loader runs out.
     """
     turns = timed_batches(iter(batches), step, device, deadline)
     for _ in itertools.islice(turns, skip):
@@ -95,7 +95,7 @@ def drive(
 def timed_batches(
     source: Iterator[Any], step: Step | None, device: torch.device, deadline: float
 ) -> Iterator[tuple[float, float, Any]]:
-    """(seconds of waiting, seconds of work, batch) of each batch; `device` is synchronised after each step."""
+    """Yield (seconds waiting, seconds working, batch) of each batch; synchronises `device` after each step."""
     for done in itertools.count():
         start = time.perf_counter()
         if start >= deadline:
@@ -111,7 +111,7 @@ def timed_batches(
 
 @contextmanager
 def any_number_of_workers() -> Iterator[None]:
-    """DataLoader warns of 4 workers on 2 cores, which is what is to be measured; both when made and when started."""
+    """Silence DataLoader's warning about 4 workers on 2 cores, which comes both on creation and on start."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
@@ -119,7 +119,7 @@ def any_number_of_workers() -> Iterator[None]:
 
 @contextmanager
 def running(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    """An iterator of `loader` whose workers are gone afterwards, not only when the garbage collector finds it."""
+    """Yield an iterator of `loader`, and end its workers afterwards without waiting for the garbage collector."""
     with any_number_of_workers():
         batches = iter(loader)
     try:
@@ -129,9 +129,9 @@ def running(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 
 def rows(batch: Any) -> int:
-    """Number of samples in a batch: the length of its first tensor, however deep in lists, tuples and mappings.
+    """Return the number of samples in a batch: the length of its first tensor in nested lists, tuples and mappings.
 
-    TypeError if it holds no tensor that has rows.
+    TypeError if it contains no tensor with rows.
     """
     if isinstance(batch, torch.Tensor) and batch.dim():
         return len(batch)
@@ -145,7 +145,7 @@ def rows(batch: Any) -> int:
 
 
 class Forever(torch.utils.data.Sampler[int]):
-    """Indices of a dataset of `size` in a shuffled order, epoch after epoch, without an end: timing needs no epochs."""
+    """Shuffled indices of a dataset of `size`, epoch after epoch without end: timing needs no epochs."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self.size, self.seed = size, seed
@@ -158,10 +158,10 @@ class Forever(torch.utils.data.Sampler[int]):
 
 
 class ByValue(Dataset):
-    """A dataset whose class a notebook's cell defines, as workers can have it that are not forked.
+    """A dataset whose class is defined in a notebook cell, for workers that aren't forked.
 
-    They are fresh processes on macOS, and everywhere from Python 3.14 on. Pickle would tell them to import the class
-    from `__main__`, where it is not; cloudpickle sends the class along.
+    Those are fresh processes: on macOS, and everywhere since Python 3.14. Pickle would import the class from
+    `__main__`, where they don't have it; cloudpickle sends the class along.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -186,10 +186,10 @@ def _from_value(pickled: bytes) -> ByValue:
 def endless(
     dataset: Dataset, workers: int, batch: int, order: Iterable[int] | None = None, **options: Any
 ) -> DataLoader:
-    """A DataLoader that never runs out. `options` go to DataLoader; those that need workers are dropped without.
+    """Return a DataLoader that never runs out. `options` go to DataLoader; without workers, worker options are dropped.
 
-    The same samples come in the same `order` each time, from the cache of the system. An iterator in its place
-    goes on from one loader to the next.
+    Each new loader gives the same samples in the same `order`, from the page cache. If `order` is an iterator, the next
+    loader continues it.
     """
     if workers == 0:
         options = {k: v for k, v in options.items() if k not in WORKERS_ONLY}
@@ -200,27 +200,27 @@ def endless(
 
 
 def ready(workers: int, prefetch_factor: int = 2) -> int:
-    """Batches that may be ready before the first is taken, and one more."""
+    """Return how many batches may be ready before the first one is taken, plus one."""
     return workers * prefetch_factor + 1
 
 
 def alone(batch: Any) -> Iterator[Any]:
-    """The same batch for ever: a loader that costs nothing, so that the model is timed alone."""
+    """Repeat the same batch forever, as a loader without cost, to time the model alone."""
     return itertools.repeat(batch)
 
 
 def expected(model: float, loader: float, workers: int) -> float:
-    """Samples per second of both together, from those of each alone.
+    """Predict samples per second of loader and model together from each one's rate alone.
 
-    Without workers they take turns in one process, so their times add up: 1 / (1/model + 1/loader). With workers
-    they overlap, and the slower one decides. Nobody takes anything from anybody in this formula.
+    Without workers they take turns in one process, so their times add up: 1 / (1/model + 1/loader). With workers they
+    overlap, and the slower one decides. The formula assumes that they don't compete for resources.
     """
     return min(model, loader) if workers else 1 / (1 / model + 1 / loader)
 
 
 @contextmanager
 def on_cores(rank: Rank, cores: int) -> Iterator[None]:
-    """Run on so many of the job's cores (0: all of them), as do workers started meanwhile; macOS has no such limit."""
+    """Run on this many of the job's cores (0: all), including workers started inside; no effect on macOS."""
     with unpinned(rank):
         before = getattr(os, "sched_getaffinity", lambda pid: set())(0)
         if cores and len(before) > cores:

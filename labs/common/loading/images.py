@@ -1,4 +1,4 @@
-"""The photos that notebook 02 loads, and the model that it trains on them: the same lines as in its first cell."""
+"""The photos that notebook 02 loads, and the model that it trains on them, as in its first cell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labs.common.data.tiles import tiles
 
 
 class Photos(Dataset):
-    """JPEG files, decoded and resized when asked for: (3, 224, 224) uint8, label."""
+    """JPEG files, decoded and resized on access: (3, 224, 224) uint8, label."""
 
     def __init__(self, paths, labels) -> None:
         self.paths, self.labels = paths, labels
@@ -29,13 +29,13 @@ class Photos(Dataset):
 
 
 def photos() -> Photos:
-    """1,024 JPEG tiles of 512 x 384 pixels, cut from nine photographs on first use."""
+    """Return 1,024 JPEG tiles of 512 x 384 pixels, cut from nine photographs on first use."""
     cut = tiles()
     return Photos(cut.paths, cut.labels)
 
 
 def cnn() -> nn.Module:
-    """Nine classes from (batch, 3, 224, 224); on one CPU core a little faster than two loading processes."""
+    """Classify (batch, 3, 224, 224) into nine classes; on one CPU core a little faster than two loading processes."""
     return nn.Sequential(
         nn.Conv2d(3, 20, 7, stride=4), nn.ReLU(), nn.Conv2d(20, 40, 3, stride=2), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 9),
@@ -43,7 +43,7 @@ def cnn() -> nn.Module:
 
 
 def training_step(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
-    """One step on a batch of uint8 images and labels that is still on the host."""
+    """Return a training step on a batch of uint8 images and labels in host memory."""
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

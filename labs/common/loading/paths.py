@@ -1,4 +1,4 @@
-"""Paths of a data set, held in four ways. It imports little, as each spawned worker of labs.loader_memory has to."""
+"""Paths of a data set, in four containers. Imports little, because spawned workers of labs.loader_memory import it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NOTHING = "nothing"
 
 
 def path(i: int) -> str:
-    """A path as a data set holds it."""
+    """Return a path as in a typical data set."""
     return f"/data/train/images/{i:012d}.jpeg"
 
 
 class TensorOfPaths:
-    """All paths in one tensor of bytes; path i is between two offsets. torch moves both to shared memory."""
+    """All paths in one byte tensor, with offsets that delimit path i. PyTorch moves both to shared memory."""
 
     def __init__(self, paths: Iterator[str]) -> None:
         encoded = [p.encode() for p in paths]
@@ -38,13 +38,13 @@ BUILD: dict[str, Callable[[Iterator[str]], Any]] = {
     NOTHING: lambda paths: [],
     "list": list,
     "np.array of str": lambda paths: np.array(list(paths)),
-    "np.array of bytes": lambda paths: np.array([p.encode() for p in paths]),  # dtype bytes: 1 byte a character
+    "np.array of bytes": lambda paths: np.array([p.encode() for p in paths]),  # dtype bytes: 1 byte per character
     "tensor and offsets": TensorOfPaths,
 }
 
 
 class Paths(Dataset):
-    """Each item reads all paths, and is the pid of the worker that did."""
+    """Each item reads all paths and returns the worker's pid."""
 
     def __init__(self, held: str, paths: int) -> None:
         self.paths = BUILD[held](map(path, range(paths)))
@@ -53,13 +53,13 @@ class Paths(Dataset):
         return 1024
 
     def __getitem__(self, i: int) -> int:
-        for k in range(0, len(self.paths), 16 if isinstance(self.paths, TensorOfPaths) else 1):  # it wakes every page
+        for k in range(0, len(self.paths), 16 if isinstance(self.paths, TensorOfPaths) else 1):  # touches every page
             self.paths[k]
         give_back()
         return os.getpid()
 
 
 def give_back() -> None:
-    """Return freed memory to the system: pickling left some."""
+    """Return freed memory to the system, such as pickling's."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

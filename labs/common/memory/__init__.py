@@ -1,1 +1,1 @@
-"""What a step keeps in memory, and activations that are computed again."""
+"""What a step keeps in memory, and recomputed activations."""

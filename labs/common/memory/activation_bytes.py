@@ -10,16 +10,16 @@ from labs.common.tensors import nbytes
 
 
 def activation_bytes(workload: Workload, x: Tensor, y: Tensor) -> int:
-    """Bytes of the tensors that autograd saves in `loss(module(x), y)`, without the parameters, each counted once.
+    """Return bytes of tensors that autograd saves in `loss(module(x), y)`, each counted once, without parameters.
 
-    The input counts where the first layer needs it. Workspace of kernels and what is freed on the way do not, so
-    this is what must fit, not the peak.
+    The input counts if the first layer needs it. Kernel workspace and tensors freed on the way don't, so this is what
+    must fit, not the peak.
     """
     kept = {p.data_ptr(): 0 for p in workload.module.parameters()}
 
     def count(saved: Tensor) -> Tensor:
         kept.setdefault(saved.data_ptr(), nbytes(saved))
-        return saved.detach()  # must stay alive: the next tensor would get the address of a freed one
+        return saved.detach()  # keeps it alive, or the next tensor could get the address of a freed one
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
         loss = workload.loss(workload.module(x), y)

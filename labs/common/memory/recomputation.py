@@ -1,14 +1,14 @@
-"""Activation checkpointing: keep a block's input, drop what is inside, compute it again when backward needs it.
+"""Activation checkpointing: keep a block's input, drop what is inside, recompute it when backward needs it.
 
-`recompute(module, policy)` sets it up for any model. A policy is
-  none         every activation is kept
-  block        each block of the model keeps its input only
-  stage        the same for each stage, where a model has several: for ResNet's four
-  segments:4   the same for 4 runs of blocks, as equally long as can be
-  selective    each block, but the results of products with weights, and of fused attention, are kept as well
+`recompute(module, policy)` applies one of these policies to any model:
 
-With ":keep_last" (segments:4:keep_last, block:keep_last) the last one is left alone: backward needs it at once.
-A helper module, not a lab.
+  none         keeps every activation
+  block        each block of the model keeps only its input
+  stage        the same for each stage, where a model has several, such as ResNet's four
+  segments:4   the same for 4 runs of blocks, of nearly equal length
+  selective    each block, but also keeps the results of products with weights, and of fused attention
+
+With ":keep_last" (segments:4:keep_last, block:keep_last) the last one is not recomputed: backward needs it at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from labs.kit import _compat
 from labs.kit._compat import DeviceContext, function_modes
 from labs.kit.errors import BadInput, require
 
-# What "selective" keeps. Not bmm: attention's own products grow with the square of the sequence and are cheap to
-# compute again (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+# What "selective" keeps. Not bmm: attention's products grow with the square of the sequence and are cheap to recompute
+# (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
 aten = torch.ops.aten
 KEPT = [
     aten.mm.default,
@@ -44,10 +44,10 @@ KEPT = [
 
 
 def recompute(module: nn.Module, policy: str) -> nn.Module:
-    """Set `policy` up in `module`, in place, and return it; "none" takes any other policy back.
+    """Apply `policy` to `module` in place and return it; "none" removes any other policy.
 
-    Parameters, their names and the results stay what they were, and copy.deepcopy copies the policy, too. BatchNorm
-    counts its batch once. BadInput if the model cannot have the policy.
+    Parameters, their names and the results don't change, and copy.deepcopy also copies the policy. BatchNorm counts its
+    batch once. BadInput if the model doesn't support the policy.
     """
     ours = (recomputed_forward, segmented_forward)
     for m in module.modules():
@@ -66,13 +66,13 @@ def recompute(module: nn.Module, policy: str) -> nn.Module:
 
 
 def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In place of a module's `forward`: keeps the input alone; backward runs the forward again."""
+    """Replace a module's `forward`: keep only the input; backward runs the forward again."""
     forward = partial(type(self).forward, self, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(contexts_of, self))
 
 
 def segmented_forward(self: nn.Sequential, x: Any) -> Any:
-    """In place of a Sequential's `forward`: one checkpoint for each run of its blocks."""
+    """Replace a Sequential's `forward`: one checkpoint per run of its blocks."""
     chain = _flat(self)
     for start, stop, again in self.recompute_segments:
         run = nn.Sequential(*chain[start:stop])
@@ -81,15 +81,15 @@ def segmented_forward(self: nn.Sequential, x: Any) -> Any:
 
 
 class _SecondRun:
-    """What the second run needs beyond torch's own care for generators and autocast.
+    """What the second run needs beyond PyTorch's handling of generators and autocast.
 
-    BatchNorm updates copies of its running statistics: they must not count the same batch twice. Function modes that
-    were on in the first run are on again: within backward() torch switches them off.
+    BatchNorm updates copies of its running statistics, so that they don't count the same batch twice. Function modes of
+    the first run are switched on again, because PyTorch switches them off within backward().
     """
 
     def __init__(self, module: nn.Module, cached: Any) -> None:
         self.module, self.cached, self.stack, self.own = module, cached, ExitStack(), []
-        self.modes = [m for m in function_modes() if not isinstance(m, DeviceContext)]  # that it does
+        self.modes = [m for m in function_modes() if not isinstance(m, DeviceContext)]  # torch handles this one
 
     def __enter__(self) -> None:
         norms = [m for m in self.module.modules() if isinstance(m, _compat.Normalisation) and m.training]
@@ -112,15 +112,15 @@ def _set(module: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def contexts_of(module: nn.Module) -> tuple[Any, Any]:
-    """What the first and the second run of `module` happen in."""
+    """Return the contexts of the first and the second run of `module`."""
     if not getattr(module, "recompute_selective", False):
         return torch.enable_grad(), _SecondRun(module, [])
-    caching, cached = create_selective_checkpoint_contexts(KEPT)  # what these operations return is not dropped
+    caching, cached = create_selective_checkpoint_contexts(KEPT)  # keeps what these operations return
     return caching, _SecondRun(module, [cached])
 
 
 def _parse(policy: str) -> tuple[str, int, bool]:
-    """(name, number of segments or 0, whether the last one is left alone)."""
+    """Return (name, number of segments or 0, whether the last one is not recomputed)."""
     found = re.fullmatch(r"(none|(?:block|stage|selective|segments:([1-9]\d*))(:keep_last)?)", policy)
     if not found:
         raise BadInput(
@@ -130,10 +130,10 @@ def _parse(policy: str) -> tuple[str, int, bool]:
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks of the model's chains, in order: of its outermost Sequentials and ModuleLists.
+    """Return the blocks of the model's chains (its outermost Sequentials and ModuleLists), in order.
 
-    A Sequential of modules that have parts of their own is a stage, and they are the blocks. A model that has only
-    plain layers in a row gives these. BadInput if there are none.
+    A Sequential of modules that have submodules is a stage, whose modules are the blocks. For a model with only plain
+    layers in a row, these are the blocks. BadInput if there are none.
     """
     found = [block for chain in _chains(module) for block in _flat(chain)]
     require(
@@ -145,7 +145,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def stages(module: nn.Module) -> list[nn.Module]:
-    """The Sequentials that hold the blocks, in order. BadInput if there are no two."""
+    """Return the Sequentials that hold the blocks, in order. BadInput if there are fewer than two."""
     blocks(module)
     found = [stage for chain in _chains(module) for stage in _stages(chain)]
     require(
@@ -164,18 +164,18 @@ def _stages(chain: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether it is a container of modules that have parts of their own; one may also be of plain layers (a stem)."""
+    """Return whether it is a container with modules that have submodules; one may also be plain layers (a stem)."""
     parts = list(module.children())
     return isinstance(module, nn.Sequential | nn.ModuleList) and any(len(list(p.children())) > 0 for p in parts)
 
 
 def _flat(chain: nn.Module) -> list[nn.Module]:
-    """Its blocks, those of the stages in it among them."""
+    """Return its blocks, including those of the stages in it."""
     return [b for m in chain.children() for b in (_flat(m) if _is_chain(m) else [m])]
 
 
 def _chains(module: nn.Module) -> list[nn.Module]:
-    """The outermost containers of blocks; without any, the longest Sequential of plain layers."""
+    """Return the outermost containers of blocks; without any, the longest Sequential of plain layers."""
 
     def walk(m: nn.Module) -> Iterator[nn.Module]:
         if _is_chain(m):
@@ -189,9 +189,9 @@ def _chains(module: nn.Module) -> list[nn.Module]:
 
 
 def segments(module: nn.Module, policy: str) -> list[tuple[int, int, bool]]:
-    """(first block, last + 1, whether it runs again) of each run of blocks that `policy` makes of `blocks(module)`.
+    """Return (first block, last + 1, whether it is recomputed) of each run of blocks under `policy`.
 
-    Empty for "none". BadInput if the model cannot have the policy.
+    Empty for "none". BadInput if the model doesn't support the policy.
     """
     name, count, keep_last = _parse(policy)
     if name == "none":
@@ -208,7 +208,7 @@ def segments(module: nn.Module, policy: str) -> list[tuple[int, int, bool]]:
 
 
 def _shared_out(module: nn.Module, count: int, total: int) -> list[tuple[int, int]]:
-    """`count` segments, shared out among the model's chains so that they are about equally long."""
+    """Divide the model's chains into `count` segments of nearly equal length."""
     chains = _chains(module)
     require(
         all(isinstance(c, nn.Sequential) for c in chains),
@@ -239,6 +239,6 @@ def _cut(module: nn.Module, runs: list[tuple[int, int, bool]]) -> None:
 
 
 def segment_bounds(blocks: int, segments: int) -> list[tuple[int, int]]:
-    """(first, last + 1) block of each segment; their lengths differ by one at most."""
+    """Return (first, last + 1) block of each segment; their lengths differ by at most one."""
     ends = [round(i * blocks / segments) for i in range(segments + 1)]
     return list(itertools.pairwise(ends))

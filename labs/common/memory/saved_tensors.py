@@ -1,7 +1,4 @@
-"""What autograd keeps for a backward pass, counted: of a real forward pass, or of one that allocates nothing.
-
-A helper module, not a lab.
-"""
+"""Count what autograd keeps for backward, in a real forward pass, or in one that allocates nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from labs.common.precision import amp
 from labs.kit._compat import FakeTensor, FakeTensorMode, efficient_attention, flash_attention, storage_key
 from labs.kit.errors import require
 
-# How a copy of a weight may reach the operation that saves it: a cast, and views that a layer makes of it.
+# How a copy of a weight may reach the operation that saves it: through a cast, and views that a layer makes of it.
 CAST_OR_VIEW = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
 
-# What CUDA's autocast runs in 16 bit and in FP32, of the operations that the course's models call.
-# Source: "CUDA Ops that can autocast to float16 / float32", docs.pytorch.org/docs/stable/amp.html
+# What CUDA's autocast runs in 16 bits and in FP32, among operations that the course's models call. Source: "CUDA Ops
+# that can autocast to float16 / float32", docs.pytorch.org/docs/stable/amp.html
 LOWERED = {
     "linear",
     "matmul",
@@ -62,24 +59,25 @@ Source = Workload | Callable[[], Workload]
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that one forward pass keeps for its backward pass; parameters and buffers are not in it."""
+    """Bytes that one forward pass keeps for its backward pass, without parameters and buffers."""
 
     activations: int
-    """Everything but copies of weights: the input, what layers computed, dropout's masks, statistics, indices."""
+    """Everything but copies of weights: the input, layer results, dropout masks, statistics, indices."""
     weight_copies: int
-    """16-bit copies of weights that autocast made: they do not grow with the batch.
+    """16-bit copies of weights that autocast made; they don't grow with the batch.
 
-    Until its context ends, autocast also keeps copies that backward does not need, as those of biases: not counted.
+    Autocast also keeps copies that backward doesn't need, such as those of biases, until its context ends. These don't
+    count.
     """
     by_dtype: dict[str, int]
     """Bytes of `activations` by number format."""
 
 
 def count(forward: Callable[[], Tensor], states: Iterable[Tensor]) -> Saved:
-    """Count what `forward()` saves. `states` are tensors that are there anyway: parameters and buffers.
+    """Count what `forward()` saves. `states` are tensors that exist anyway: parameters and buffers.
 
-    Each storage counts once and whole: a view keeps all of it alive. Workspace of kernels and what is freed on the
-    way do not count, so this is what must fit, not the peak.
+    Each storage counts once and in full, because a view keeps all of it alive. Kernel workspace and tensors freed on
+    the way don't count, so this is what must fit, not the peak.
     """
     own = {storage_key(t.untyped_storage()) for t in states}
     kept: dict[int, tuple[str, int, bool]] = {}
@@ -89,7 +87,7 @@ def count(forward: Callable[[], Tensor], states: Iterable[Tensor]) -> Saved:
         if storage_key(storage) not in own:
             dtype = str(saved.dtype).removeprefix("torch.")
             kept.setdefault(storage_key(storage), (dtype, storage.nbytes(), _is_copied_weight(saved)))
-        return saved.detach()  # must stay alive: the next storage would get the address of a freed one
+        return saved.detach()  # keeps it alive, or the next storage could get the address of a freed one
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         loss = forward()
@@ -102,7 +100,7 @@ def count(forward: Callable[[], Tensor], states: Iterable[Tensor]) -> Saved:
 
 
 def _is_copied_weight(saved: Tensor) -> bool:
-    """Whether `saved` is a leaf that was cast and reshaped, and nothing else."""
+    """Return whether `saved` is a leaf that was only cast and reshaped."""
     node, cast = saved.grad_fn, False
     while node is not None and node.name() in CAST_OR_VIEW:
         cast |= node.name() == "ToCopyBackward0"
@@ -111,23 +109,22 @@ def _is_copied_weight(saved: Tensor) -> bool:
 
 
 def of_step(workload: Workload, x: Tensor, y: Tensor, precision: str) -> Saved:
-    """What a real forward pass and its loss save in `precision` (one of amp.FORMATS) on the device of `x`."""
+    """Count what a real forward pass and its loss save in `precision` (one of amp.FORMATS) on the device of `x`."""
     module = workload.module
     with amp.precision(precision, x.device):
         return count(lambda: workload.loss(module(x), y), [*module.parameters(), *module.buffers()])
 
 
 def trace(source: Source, rows: int, precision: str, target: str = "cpu") -> Saved:
-    """What of_step would count for `rows` rows of a model on a device of type `target`; nothing is computed.
+    """Count what of_step would for `rows` rows of a model on a device of type `target`, without computing anything.
 
-    `source` is a workload, or a factory of one that reads no data: then nothing is allocated either. "cpu": torch's
-    own rules, on tensors that have a shape but no memory. "cuda": CUDA's rules (CudaRules), which need no GPU.
-    The statistics of a BatchNorm whose input is in 16 bit count as 16 bit; they are in FP32. ValueError for an unknown
-    format.
+    `source` is a workload, or a factory that reads no data; then nothing is allocated either. "cpu": torch's rules, on
+    tensors with a shape but no storage. "cuda": CUDA's rules (CudaRules), without a GPU. Statistics of a BatchNorm with
+    a 16-bit input count as 16 bits, although they are FP32. ValueError for an unknown format.
     """
     if precision not in amp.FORMATS:
         raise ValueError(f"there is no format {precision!r}: take one of {', '.join(amp.FORMATS)}")
-    batch = source.make_batch(rows) if isinstance(source, Workload) else None  # real data must be read outside
+    batch = source.make_batch(rows) if isinstance(source, Workload) else None  # real data must be read outside the mode
     with FakeTensorMode() as mode:
         made = source if isinstance(source, Workload) else source()
         workload = Workload(_without_memory(made.module, mode), made.make_batch, made.loss)
@@ -139,7 +136,7 @@ def trace(source: Source, rows: int, precision: str, target: str = "cpu") -> Sav
 
 
 def _without_memory(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `module` whose parameters and buffers have shapes only."""
+    """Return a copy of `module` whose parameters and buffers have only shapes."""
     states = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): _fake(t, mode) for t in states})
 
@@ -149,10 +146,10 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class CudaRules(TorchFunctionMode):
-    """What a GPU would keep, computed without one: autocast's rules for CUDA, and CUDA's dropout and attention.
+    """What a GPU would keep, computed without one: CUDA's rules for autocast, dropout and attention.
 
-    On a CPU autocast leaves softmax and LayerNorm in 16 bit, dropout keeps its mask in the format of its input (on a
-    GPU: 1 byte), and attention with dropout is computed in parts. `lowered` is autocast's format; None: FP32.
+    On a CPU, autocast leaves softmax and LayerNorm in 16 bits, dropout keeps its mask in its input's format (on a GPU:
+    1 byte), and attention with dropout isn't fused. `lowered` is autocast's format; None: FP32.
     """
 
     def __init__(self, lowered: torch.dtype | None) -> None:
@@ -161,7 +158,7 @@ class CudaRules(TorchFunctionMode):
         self.copies: dict[int, Tensor] = {}  # autocast casts a weight once and keeps the copy until its context ends
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called in place of each torch function, with this mode switched off."""
+        """Handle each torch function; PyTorch calls this with the mode switched off."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if self.lowered and name in LOWERED | RAISED:
             to = self.lowered if name in LOWERED else torch.float32
@@ -194,10 +191,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """As CUDA's autocast has it: the logarithm of softmax in the format of the logits, the rest in FP32; both stay.
+    """Compute as CUDA's autocast does: log-softmax in the logits' format, the rest in FP32; both are kept.
 
-    cross_entropy has no rule for CUDA (it has one for CPUs), and names its input's format to log_softmax, whose rule
-    then does not count. A GPU keeps as many bytes: tests/test_on_gpus.py.
+    CUDA has no autocast rule for cross_entropy (CPUs have one). It passes its input's format to log_softmax, whose rule
+    then doesn't apply. A GPU keeps as many bytes: tests/test_on_gpus.py.
     """
     known = not label_smoothing and not target.is_floating_point()
     require(known, "with CUDA's rules only class indices without label smoothing are counted: take these, or fp32")
@@ -206,14 +203,14 @@ def _cross_entropy(
 
 
 def _fused_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As a GPU computes it: one kernel, and one byte per number kept."""
+    """Compute as on a GPU: one kernel that keeps one byte per number."""
     return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
 
 
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
-    """The kernel that torch takes on a GPU: FlashAttention in 16 bit, memory-efficient attention in FP32."""
+    """Run the kernel that torch picks on a GPU: FlashAttention in 16 bits, memory-efficient attention in FP32."""
     if query.dtype == torch.float32:
         return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
     return flash_attention(query, key, value, dropout_p, is_causal)[0]

@@ -1,9 +1,9 @@
-"""The models all labs train, and the one contract for a model of your own.
+"""The models that all labs train, and the contract for your own model.
 
     python -m labs.data_parallel --model my_package.my_module:factory
 
-The factory takes no arguments and returns a Workload, as those in MODELS do, or a module that turns Fashion-MNIST
-images, shape (batch, 1, 28, 28), into 10 logits.
+The factory takes no arguments and returns a Workload, like those in MODELS, or a module that maps Fashion-MNIST images,
+shape (batch, 1, 28, 28), to 10 logits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from labs.kit import timeouts
 from labs.kit.errors import BadInput, require
 from labs.kit.lab import imported, require_findable
 
-STEP_LIMIT_S = timeouts.FUNCTION_S  # long enough to load weights; one that hangs must not hang its user for ever
+STEP_LIMIT_S = timeouts.FUNCTION_S  # long enough to load weights; a hanging model must not hang its user forever
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a lab needs to train a model: the module, a batch and a loss.
 
-    `make_batch(batch_size)` returns `(input, target)` on the CPU, both with `batch_size` rows, drawn from
-    torch's random state. `loss(output, target)` returns a scalar that is a mean over the rows, so that the mean
-    of equal shards' losses is the loss of the whole batch.
+    `make_batch(batch_size)` returns `(input, target)` on the CPU, both with `batch_size` rows, drawn from torch's
+    random state. `loss(output, target)` returns a scalar mean over the rows, so that the mean of equal shards' losses
+    is the loss of the whole batch.
     """
 
     module: nn.Module
@@ -41,7 +41,7 @@ class Workload:
 
 
 def mlp() -> Workload:
-    """The 1024-512-256-10 perceptron of the articles (658,698 parameters) on random rows with a learnable rule."""
+    """Build the articles' 1024-512-256-10 MLP (658,698 parameters) on random rows with a learnable rule."""
     module = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def mlp() -> Workload:
 
 
 class ConvNet(nn.Module):
-    """Three 3x3 convolutions with stride 2 between them and a linear head; `norm` adds BatchNorm after each."""
+    """Three 3x3 convolutions, the last two with stride 2, and a linear head; `norm` adds BatchNorm after each."""
 
     def __init__(self, channels: int = 3, width: int = 32, norm: bool = False) -> None:
         super().__init__()
@@ -65,27 +65,27 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(4 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> (batch, 10) logits."""
+        """Map (batch, channels, height, width) to (batch, 10) logits."""
         return self.head(self.features(x).mean((2, 3)))
 
 
 def _images(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Random 3x32x32 images with random labels: for timing and parity, not for accuracy."""
+    """Draw random 3x32x32 images with random labels: for timing and parity, not for accuracy."""
     return torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
 
 
 def cnn() -> Workload:
-    """A small CNN without normalisation (94,538 parameters) on 3x32x32 inputs."""
+    """Build a small CNN without normalisation (94,538 parameters) on 3x32x32 inputs."""
     return Workload(ConvNet(), _images, nn.functional.cross_entropy)
 
 
 def cnn_batchnorm() -> Workload:
-    """The CNN with BatchNorm: the layer whose output depends on how the batch was split."""
+    """Build the CNN with BatchNorm, whose output depends on how the batch was split."""
     return Workload(ConvNet(norm=True), _images, nn.functional.cross_entropy)
 
 
 def fashion_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Random Fashion-MNIST images, (batch, 1, 28, 28) float32 with mean 0 and deviation 1, and their labels."""
+    """Draw random Fashion-MNIST images, standardised (batch, 1, 28, 28) float32, and their labels."""
     images, labels = _fashion()
     rows = torch.randint(len(images), (batch_size,))
     return images[rows], labels[rows]
@@ -101,12 +101,12 @@ def _fashion() -> tuple[Tensor, Tensor]:
 
 
 def fashion_cnn() -> Workload:
-    """A CNN on real Fashion-MNIST images (1x28x28, 10 classes), for accuracy and loss curves."""
+    """Build a CNN on real Fashion-MNIST images (1x28x28, 10 classes), for accuracy and loss curves."""
     return Workload(ConvNet(channels=1, width=16), fashion_batch, nn.functional.cross_entropy)
 
 
 def char_gpt() -> Workload:
-    """A character GPT (159,296 parameters) on Moby-Dick; a row is 64 characters."""
+    """Build a character GPT (159,296 parameters) on Moby-Dick; a row is 64 characters."""
     return _import_factory("labs.common.models.text_models:char_gpt")()
 
 
@@ -120,10 +120,10 @@ MODELS: dict[str, Callable[[], Workload]] = {
 
 
 def build(name: str, seed: int = 0) -> Workload:
-    """The workload `name`: a key of MODELS or `package.module:factory`. Parameters depend on `seed` only.
+    """Build the workload `name`: a key of MODELS or `package.module:factory`. Parameters depend only on `seed`.
 
-    BadInput says in one line what is wrong with a factory that is missing, raises, returns something else, or
-    makes a model that cannot be trained. To know, two rows go forward through it, within STEP_LIMIT_S.
+    BadInput says in one line what is wrong with a factory that is missing, raises, returns something else, or makes an
+    untrainable model. As a check, runs two rows forward within STEP_LIMIT_S.
     """
     try:
         with _time_limit(STEP_LIMIT_S):
@@ -132,13 +132,13 @@ def build(name: str, seed: int = 0) -> Workload:
     except BadInput:
         raise
     except (Exception, SystemExit) as e:
-        told = " ".join(str(e).split())  # some messages, of torch above all, have many lines
+        told = " ".join(str(e).split())  # some messages, especially torch's, have many lines
         raise BadInput(f"model {name!r} cannot be built: {type(e).__name__}: {told[:300]}") from e
     return make(name, seed)
 
 
 def make(name: str, seed: int = 0) -> Workload:
-    """What `build` returns, unchecked: nothing is computed with the model."""
+    """Return what `build` returns, without checks: computes nothing with the model."""
     factory = MODELS.get(name) or _import_factory(name)
     torch.manual_seed(seed)
     made = factory()
@@ -167,7 +167,7 @@ def _check(workload: Workload) -> None:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError after `seconds`, where signals can be had: in the main thread of a Unix process."""
+    """Raise TimeoutError after `seconds`, where signals work: in the main thread of a Unix process."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -181,15 +181,15 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGALRM, handler)
-        # Somebody else's timer, as that of a test's own limit, goes on from where it was.
+        # An existing timer, such as a test's limit, continues where it was.
         rest = max(left - (time.monotonic() - start), 1e-3) if left else 0.0
         signal.setitimer(signal.ITIMER_REAL, rest, interval)
 
 
 def require_known(*names: str, besides: Iterable[str] = (), option: str = "model") -> None:
-    """BadInput for the first of `names` that is neither in MODELS, nor in `besides`, nor a factory that can be found.
+    """Raise BadInput for the first of `names` that isn't in MODELS or `besides`, nor a factory that can be found.
 
-    For a lab's Config, whose field is `option`: it takes no time, while `build` needs the model.
+    For the field `option` of a lab's Config: unlike `build`, it takes no time.
     """
     known = [*besides, *MODELS]
     for name in names:
@@ -207,5 +207,5 @@ def _import_factory(name: str) -> Callable[[], Workload]:
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of one full set of gradients: what data parallelism moves per step, before any factor."""
+    """Return the bytes of one full set of gradients: what data parallelism moves per step, before any factor."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

@@ -1,7 +1,7 @@
-"""BERT-large, ResNet-152, ResNet-50 and VGG-16, written out: models of which articles and benchmarks quote numbers.
+"""BERT-large, ResNet-152, ResNet-50 and VGG-16, written out, because articles and benchmarks quote their numbers.
 
-They are built to be counted on the meta device or under FakeTensorMode, where nothing is allocated. The same classes
-with smaller numbers are models that train. A helper module, not a lab.
+They are meant for counting on the meta device or under FakeTensorMode, where nothing is allocated. Smaller sizes of the
+same classes are trainable models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from labs.common.models import Workload
 
-MASKED = 0.15  # share of the tokens that BERT predicts; Devlin et al. 2018, arXiv 1810.04805
+MASKED = 0.15  # share of tokens that BERT predicts; Devlin et al. 2018, arXiv 1810.04805
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class BertShape:
     """Longest sequence, in tokens."""
     dropout: float = 0.1
     attention: Literal["eager", "sdpa"] = "eager"
-    """Written out, or torch's scaled_dot_product_attention, which keeps no matrix of seq x seq numbers."""
+    """Unfused, or torch's scaled_dot_product_attention, which keeps no seq x seq matrix."""
 
 
 TINY_BERT = BertShape(layers=2, hidden=64, heads=4, vocabulary=512, places=64)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention without a mask: all sequences are full."""
+    """Multi-head self-attention without a mask, because all sequences are full."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) -> (batch, seq, hidden)."""
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
         projections, heads = (self.query, self.key, self.value), self.shape.heads
         q, k, v = (f(x).unflatten(2, (heads, -1)).transpose(1, 2) for f in projections)  # (batch, heads, seq, ...)
         dropout = self.shape.dropout if self.training else 0.0
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Attention and a perceptron; each result is added to its input, then normalised (post-LN)."""
+    """Attention and an MLP; each result is added to its input, then normalised (post-LN)."""
 
     def __init__(self, shape: BertShape) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class BertLayer(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) -> (batch, seq, hidden)."""
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
         x = self.norm1(x + self.dropout(self.attention(x)))
         return self.norm2(x + self.dropout(self.down(functional.gelu(self.up(x)))))
 
 
 class Bert(nn.Module):
-    """BERT with its masked-language-model head, whose matrix is that of the word embedding (weight tying)."""
+    """BERT with its masked-language-model head, which shares the word embedding's matrix (weight tying)."""
 
     def __init__(self, shape: BertShape | None = None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Bert(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, seq) int64 -> (batch, masked_places(seq), vocabulary) logits. All tokens are of segment 0."""
+        """Map (batch, seq) int64 to (batch, masked_places(seq), vocabulary) logits. All tokens are in segment 0."""
         seq = tokens.shape[1]
         x = self.words(tokens) + self.places(torch.arange(seq, device=tokens.device)) + self.segments.weight[0]
         x = self.layers(self.dropout(self.norm(x)))
@@ -100,12 +100,12 @@ class Bert(nn.Module):
 
 
 def masked_places(seq: int) -> int:
-    """How many tokens of a sequence BERT predicts; at least one."""
+    """Return how many tokens of a sequence BERT predicts; at least one."""
     return max(1, int(MASKED * seq))
 
 
 def bert(shape: BertShape | None = None, seq: int = 128) -> Workload:
-    """`shape` (BERT-large, if None) on random sequences of `seq` tokens; a row is one sequence."""
+    """Build `shape` (default BERT-large) on random sequences of `seq` tokens; a row is one sequence."""
     shape = shape or BertShape()
 
     def make_batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def bert(shape: BertShape | None = None, seq: int = 128) -> Workload:
 
 
 def tiny_bert() -> Workload:
-    """Two layers of width 64 on 64 tokens: BERT's memory in small."""
+    """Build two layers of width 64 on 64 tokens: BERT's memory in miniature."""
     return bert(TINY_BERT, seq=64)
 
 
@@ -136,7 +136,7 @@ class Bottleneck(nn.Module):
             self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(4 * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs, height, width) -> (batch, 4 * width, height / stride, width / stride)."""
+        """Map (batch, inputs, height, width) to (batch, 4 * width, height / stride, width / stride)."""
         y = functional.relu(self.bn1(self.conv1(x)), inplace=True)
         y = functional.relu(self.bn2(self.conv2(y)), inplace=True)
         return functional.relu(self.bn3(self.conv3(y)) + self.shortcut(x), inplace=True)
@@ -158,13 +158,13 @@ class ResNet(nn.Module):
         self.stages, self.head = nn.Sequential(*stages), nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, height, width) -> (batch, classes) logits."""
+        """Map (batch, 3, height, width) to (batch, classes) logits."""
         x = functional.max_pool2d(functional.relu(self.bn(self.conv(x)), inplace=True), 3, 2, 1)
         return self.head(self.stages(x).mean((2, 3)))
 
 
 def resnet(blocks: tuple[int, ...] = (3, 8, 36, 3), width: int = 64, classes: int = 1000, side: int = 224) -> Workload:
-    """A ResNet (ResNet-152 unless told otherwise) on random square images; a row is one image."""
+    """Build a ResNet (default ResNet-152) on random square images; a row is one image."""
 
     def make_batch(rows: int) -> tuple[Tensor, Tensor]:
         return torch.randn(rows, 3, side, side), torch.randint(classes, (rows,))
@@ -173,5 +173,5 @@ def resnet(blocks: tuple[int, ...] = (3, 8, 36, 3), width: int = 64, classes: in
 
 
 def tiny_resnet() -> Workload:
-    """One bottleneck per stage, an eighth of the width, on 32 x 32 images."""
+    """Build one bottleneck per stage, an eighth of the width, on 32 x 32 images."""
     return resnet((1, 1, 1, 1), width=8, classes=10, side=32)

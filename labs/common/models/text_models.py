@@ -11,7 +11,7 @@ from torch.nn import functional
 from labs.common.models import Workload
 
 CONTEXT = 64  # characters
-HELD_OUT = 0.1  # the last part of the book, never trained on
+HELD_OUT = 0.1  # the last part of the book, never used for training
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -19,14 +19,14 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _eager_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same, written out: it keeps a table of length x length numbers for backward."""
+    """Compute the same, unfused: keeps a length x length table for backward."""
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(later, float("-inf"))
     return scores.softmax(-1) @ v
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each on a normalised copy that is added back."""
+    """Causal self-attention and an MLP, each on a normalised copy that is added back."""
 
     def __init__(self, width: int, heads: int, fused: bool = True) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> (batch, length, width)."""
+        """Map (batch, length, width) to (batch, length, width)."""
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = self.attention(*qkv)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """A decoder-only transformer; the matrix that embeds characters also predicts them (weight tying)."""
+    """A decoder-only transformer that embeds and predicts characters with the same matrix (weight tying)."""
 
     def __init__(
         self, vocabulary: int = 80, width: int = 64, heads: int = 4, layers: int = 3, fused: bool = True
@@ -54,10 +54,10 @@ class CharGPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, fused) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for table in (self.characters, self.places):
-            nn.init.normal_(table.weight, std=0.02)  # as GPT-2: the first loss is then about ln(vocabulary)
+            nn.init.normal_(table.weight, std=0.02)  # as GPT-2, so that the first loss is about ln(vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length <= 64) int64 -> (batch, length, vocabulary) logits of each next character."""
+        """Map (batch, length <= 64) int64 to (batch, length, vocabulary) logits of each next character."""
         places = self.places(torch.arange(x.shape[1], device=x.device))
         return functional.linear(self.norm(self.blocks(self.characters(x) + places)), self.characters.weight)
 
@@ -73,17 +73,17 @@ def _book() -> tuple[Tensor, str]:
 
 
 def vocabulary() -> str:
-    """The book's 80 characters; each one's number is its place."""
+    """Return the book's 80 characters; a character's number is its index."""
     return _book()[1]
 
 
 def char_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy in nats: (batch, length, vocabulary) logits, (batch, length) int64 -> scalar."""
+    """Return mean cross-entropy in nats: (batch, length, vocabulary) logits, (batch, length) int64 -> scalar."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def char_gpt(fused: bool = True) -> Workload:
-    """CharGPT (159,296 parameters) on random places of Moby-Dick's first 90 %. A row is 64 characters."""
+    """Build CharGPT (159,296 parameters) on random excerpts of Moby-Dick's first 90 %. A row is 64 characters."""
     book = _book()[0]
     train = book[: round((1 - HELD_OUT) * len(book))]
 
@@ -94,7 +94,7 @@ def char_gpt(fused: bool = True) -> Workload:
 
 
 def char_gpt_eager() -> Workload:
-    """The same model with attention written out: equal up to rounding, other kernels."""
+    """Build the same model with unfused attention: equal up to rounding, with other kernels."""
     return char_gpt(fused=False)
 
 
@@ -102,7 +102,7 @@ BLOCK_WIDTH, BLOCK_HEADS, BLOCK_TOKENS = 768, 12, 128
 
 
 def gpt_block() -> Workload:
-    """One block of GPT-2's smallest size (768 wide, 12 heads; 7.1 M parameters). A row is a sequence of 128 tokens."""
+    """Build one block of the smallest GPT-2 (768 wide, 12 heads; 7.1 M parameters). A row is 128 tokens."""
     shape = (BLOCK_TOKENS, BLOCK_WIDTH)
 
     def make_batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -112,13 +112,13 @@ def gpt_block() -> Workload:
 
 
 def held_out(rows: int) -> tuple[Tensor, Tensor]:
-    """`rows` rows of the book's last 10 %, evenly spaced: (rows, 64) int64 input and target, always the same."""
+    """Return `rows` evenly spaced rows of the book's last 10 %: (rows, 64) int64 input and target, always the same."""
     book = _book()[0]
     test = book[round((1 - HELD_OUT) * len(book)) :]
     return _rows(test, torch.linspace(0, len(test) - CONTEXT - 1, rows).long())
 
 
 def _rows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, CONTEXT) of `text` from each start, and the same one character later."""
+    """Return (rows, CONTEXT) of `text` from each start, and the same shifted by one character."""
     characters = text[starts[:, None] + torch.arange(CONTEXT + 1)]
     return characters[:, :-1].contiguous(), characters[:, 1:].contiguous()

@@ -1,19 +1,20 @@
-"""Peak memory of a training step, by category, of any model on any machine, without allocating it.
+"""Peak memory of a training step, by category, for any model on any machine, without allocating it.
 
     trace = step(factory, rows=64, optimizer="adam", precision="bf16", policy="block", target="cuda")
     trace.peak_bytes, trace.peak, trace.timeline("activations")
     largest_batch(factory, 24e9, optimizer="adam", target="cuda").rows
     cards(trace)
 
-From a shell: python -m labs.memory_oracle --model package.module:factory
-  internals  the private parts of torch that this stands on
-  fake       models and batches without memory
-  tracker    notes what operations allocate and free
-  trace      what was noted: events, categories, the peak
+On the command line: python -m labs.memory_oracle --model package.module:factory
+
+  internals  the private parts of PyTorch that this uses
+  fake       models and batches without storage
+  tracker    records what operations allocate and free
+  trace      the record: events, categories, the peak
   step       a training step under the tracker
   fits       the largest batch, the cards
-  gpt        a GPT of any size, to be counted
-  reality    the same step for real: what an allocator says
+  gpt        a GPT of any size, for counting
+  reality    the same step for real, as an allocator sees it
 """
 
 from labs.common.oracle.fake import Source

@@ -1,4 +1,4 @@
-"""A model and its batch that have shapes, formats and aliases, but no memory."""
+"""A model and its batch with shapes, formats and aliases, but no storage."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Source = Workload | Callable[[], Workload] | str
 
 
 def name_of(source: Source) -> str:
-    """What to call a model in messages and tables."""
+    """Return a model's name for messages and tables."""
     return source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
 
 
 def made(source: Source, seed: int = 0) -> Workload:
-    """The workload of a factory, or of a name as `labs.models.build` takes it, its parameters on the meta device.
+    """Build the workload of a factory, or of a name as in `labs.models.build`, with its parameters on the meta device.
 
-    Data that the factory reads is real. A factory that needs its parameters' numbers gets real ones, which takes their
+    Reads the factory's real data. A factory that needs its parameters' values gets real parameters, which take their
     memory. BadInput says in one line what is wrong with it.
     """
     if isinstance(source, Workload):
@@ -37,7 +37,7 @@ def made(source: Source, seed: int = 0) -> Workload:
         try:
             with _parameters_on_meta():
                 workload = factory()
-        except Exception:  # a factory that reads its parameters, which meta tensors refuse: then it gets memory
+        except Exception:  # a factory may read its parameters, which meta tensors refuse; then it gets real memory
             workload = factory()
     except BadInput:
         raise
@@ -51,27 +51,27 @@ def made(source: Source, seed: int = 0) -> Workload:
 
 
 def real(source: Source, seed: int = 0) -> Workload:
-    """The workload with everything that belongs to it."""
+    """Build the workload with all its memory."""
     if isinstance(source, Workload):
         return source
     return models.make(source, seed) if isinstance(source, str) else source()
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the beginning of its message."""
+    """Return an error's type and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Drop a parameter's memory as soon as a module gets it: its initialisation then costs nothing, too."""
+    """Drop a parameter's storage as soon as a module gets it, so that initialising it costs nothing either."""
     register, known = nn.Module.register_parameter, WeakIdKeyDictionary()
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is None or param.device.type == "meta" or isinstance(param, UninitializedParameter):
             return
-        if param not in known:  # given to a second module, it is the same one
+        if param not in known:  # a parameter shared with a second module stays the same one
             known[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         register(self, name, known[param])
 
@@ -83,7 +83,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def without_memory(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `module` whose parameters, buffers and other tensors have no memory."""
+    """Return a copy of `module` whose parameters, buffers and other tensors have no storage."""
     with mode:
         memo: dict[int, object] = {id(p): nn.Parameter(_like(p), p.requires_grad) for p in module.parameters()}
         memo |= {id(t): _like(t) for t in other_tensors(module)}
@@ -91,7 +91,7 @@ def without_memory(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def other_tensors(module: nn.Module) -> list[Tensor]:
-    """Buffers, and tensors that are plain attributes of a module."""
+    """Return buffers, and tensors that are plain attributes of a module."""
     plain = [v for m in module.modules() for v in vars(m).values() if isinstance(v, Tensor)]
     return [*module.buffers(), *plain]
 
@@ -101,7 +101,7 @@ def _like(t: Tensor) -> Tensor:
 
 
 def batch_of(workload: Workload, rows: int, mode: FakeTensorMode) -> tuple[Tensor, Tensor]:
-    """Input and target of `rows` rows without memory, from a real batch of 2."""
+    """Return input and target of `rows` rows without storage, shaped like a real batch of 2."""
     small = workload.make_batch(2)
     require(
         all(isinstance(t, Tensor) and t.dim() > 0 and len(t) == 2 for t in small) and len(small) == 2,
@@ -113,6 +113,6 @@ def batch_of(workload: Workload, rows: int, mode: FakeTensorMode) -> tuple[Tenso
 
 
 def _with_rows(t: Tensor, rows: int) -> Tensor:
-    """Dense, in the order in memory that `t` has (channels last, for instance)."""
+    """Make a dense tensor with the memory order of `t` (channels last, for instance)."""
     order = sorted(range(t.dim()), key=lambda d: (-t.stride(d), d))
     return torch.empty_permuted((rows, *t.shape[1:]), order, dtype=t.dtype, device="cpu")

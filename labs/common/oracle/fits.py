@@ -1,4 +1,4 @@
-"""What fits: the largest batch in so many bytes, and the cards of labs/kit/gpus.toml."""
+"""What fits: the largest batch in a given number of bytes, and the cards of labs/kit/gpus.toml."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from labs.common.oracle.trace import Trace
 from labs.kit import hardware
 from labs.kit.errors import BadInput
 
-MOST_ROWS = 1 << 20  # a batch is not looked for above this
-STRIDE = 16  # a small batch, whose peak is in the optimizer's step, says nothing about large ones
-RESERVE = 0.1  # share of a card that a margin should have: CUDA's context, workspace, fragmentation
+MOST_ROWS = 1 << 20  # no search above this batch
+STRIDE = 16  # limits extrapolation: a small batch, whose peak is in the optimizer's step, says nothing about large ones
+RESERVE = 0.1  # share of a card to keep free: CUDA's context, workspace, fragmentation
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Largest:
     rows: int
     """0 if not even one row (or, with micro-batches, one row in each) fits."""
     peak_bytes: int | None
-    """Of `rows`; None if that is 0."""
+    """Peak of `rows`; None if that is 0."""
     next_bytes: int | None
-    """Of one row more, which is too much; None if `rows` is the most that is looked for."""
+    """Peak of one row more, which is too much; None if `rows` is the search limit."""
     traced: dict[int, int] = field(default_factory=dict)
-    """Peaks of all batches that were traced on the way."""
+    """Peaks of all batches traced during the search."""
 
 
 def largest_batch(source: fake.Source | Model, memory_bytes: float, **conditions: Any) -> Largest:
-    """The largest batch whose step fits in `memory_bytes`, by traces: one of its rows, and one of a row more.
+    """Find the largest batch whose step fits in `memory_bytes`, by tracing it and a batch with one row more.
 
-    `source` and `conditions` are those of labs.common.oracle.step, or a Model with its own and what it knows. Between
-    two traces the peak is taken for a straight line, which it nearly is. BadInput for a model that cannot be traced.
+    `source` and `conditions` are as in labs.common.oracle.step; a Model has its own, and reuses its earlier traces.
+    Between two traces, assumes that the peak is linear, which it nearly is. BadInput for a model that can't be traced.
     """
     model = source if isinstance(source, Model) else Model(source, **conditions)
     least, traced = model.conditions.micro_batches, dict(model.peaks)
@@ -47,7 +47,7 @@ def largest_batch(source: fake.Source | Model, memory_bytes: float, **conditions
 
 
 def _peak(model: Model, rows: int, others_ran: bool) -> int:
-    """As traced; of fewer rows than a model can run, as of BatchNorm on one number, more than any card has."""
+    """Trace the peak; if the model can't run so few rows (BatchNorm on one number), return more than any card has."""
     try:
         return model.step(rows).peak_bytes
     except BadInput:
@@ -57,7 +57,7 @@ def _peak(model: Model, rows: int, others_ran: bool) -> int:
 
 
 def _next(traced: dict[int, int], memory_bytes: float, least: int) -> int:
-    """The batch to trace next, or 0 if all is known: the last that fits, and one row more."""
+    """Return the batch to trace next, or 0 if the last one that fits and one row more are known."""
     fit = sorted(n for n, nbytes in traced.items() if nbytes <= memory_bytes)
     over = min((n for n in traced if n not in fit), default=None)
     if not fit:
@@ -80,21 +80,21 @@ class Card:
 
     gpu: str
     memory_bytes: int | None
-    """As nvidia-smi prints it, or as sold (10^9 bytes to the GB) where gpus.toml has only that; None: neither."""
+    """As nvidia-smi prints it, or as sold (10^9 bytes to the GB) if gpus.toml has only that; None: neither."""
     margin_bytes: int | None
-    """What the step leaves of it; below 0: what is missing. CUDA's context and fragmentation take more."""
+    """What the step leaves free; negative: what is missing. CUDA's context and fragmentation take more."""
     verdict: Literal["fits", "tight", "does not fit", "unknown"]
     """tight: the margin is less than a tenth of the card, which the context and fragmentation may well take."""
 
 
 def cards(step: Trace | float) -> list[Card]:
-    """Every card of labs/kit/gpus.toml, in its order, for a trace (target "cuda") or a number of bytes."""
+    """Judge every card of labs/kit/gpus.toml, in order, for a trace (target "cuda") or a number of bytes."""
     needed = step.peak_bytes if isinstance(step, Trace) else step
     return [_card(spec.gpu, memory_bytes(spec.gpu), needed) for spec in hardware.specs()]
 
 
 def memory_bytes(gpu: str) -> int | None:
-    """All the memory of a card of labs/kit/gpus.toml; None where no figure is sourced."""
+    """Return the total memory of a card of labs/kit/gpus.toml; None if no figure has a source."""
     row = hardware.spec(gpu)
     sold = round(row.memory_gb * 1e9) if row and row.memory_gb else None
     return hardware.usable_bytes(gpu) or sold

@@ -1,4 +1,4 @@
-"""GPT-3, to be counted: no machine of this course could hold it."""
+"""GPT-3, for counting: no machine of this course could hold it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class GptShape:
 
     @property
     def parameters(self) -> int:
-        """12 w^2 + 13 w for each layer, the two tables, and the last LayerNorm: 174.6 billion for GPT-3."""
+        """12 w^2 + 13 w per layer, the two embeddings, and the last LayerNorm: 174.6 billion for GPT-3."""
         w = self.width
         return self.layers * (12 * w * w + 13 * w) + (self.vocabulary + self.places) * w + 2 * w
 
 
 def gpt(shape: GptShape | None = None) -> Workload:
-    """The course's GPT in the sizes of `shape` (GPT-3, if None); a row is one sequence of `places` tokens."""
+    """Build the course's GPT in the sizes of `shape` (default GPT-3); a row is one sequence of `places` tokens."""
     shape = shape or GptShape()
     module = CharGPT(shape.vocabulary, shape.width, shape.heads, shape.layers)
     module.places = nn.Embedding(shape.places, shape.width)

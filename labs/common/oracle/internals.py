@@ -1,4 +1,4 @@
-"""What the memory oracle asks of autograd's engine, the dispatcher and fake tensors."""
+"""The memory oracle's access to autograd's engine, the dispatcher and fake tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from labs.kit._compat import (
     run_backward,
 )
 
-# What an operation raises whose result, or whose shape, depends on numbers that no fake tensor has.
+# Raised by operations whose result, or its shape, depends on values that fake tensors lack.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 __all__ = [
@@ -41,29 +41,29 @@ __all__ = [
 
 
 def backward(loss: torch.Tensor) -> None:
-    """`loss.backward()`, which leaves TorchFunctionModes on: what is computed again in backward is under them, too."""
+    """Run `loss.backward()` with TorchFunctionModes left on, so that recomputation in backward is also under them."""
     run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine is calling."""
+    """Return whether autograd's engine is running."""
     return graph_task() != -1
 
 
 def only_calls_others(op: str) -> bool:
-    """Whether "aten::linear", say, is put together from other operations on every device."""
+    """Return whether an operation such as "aten::linear" is composed of other operations on every device."""
     registered = operators_of_key("CompositeImplicitAutograd")
     return any(name.partition(".")[0] == op for name in registered)
 
 
 def called_by_engine(frame: FrameType) -> bool:
-    """Whether an operation that was seen in `frame` was called by autograd's engine, and by no Python code."""
+    """Return whether autograd's engine, not Python code, called an operation seen in `frame`."""
     return frame.f_back is not None and frame.f_back.f_code is run_backward.__code__
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the traceback that fake tensors log before they raise the same error."""
+    """Suppress the traceback that fake tensors log before they raise the same error."""
     log = logging.getLogger(FakeTensorMode.__module__)
     was, log.disabled = log.disabled, True
     try:

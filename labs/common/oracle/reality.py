@@ -1,7 +1,7 @@
-"""The same training step for real: what an allocator says, to prove the trace on.
+"""The same training step for real, to check the trace against an allocator.
 
-Nothing here uses the tracker: on a CPU the profiler's list of what torch's allocator handed out and took back, on a
-GPU the allocator's own peak.
+Nothing here uses the tracker. On a CPU it uses the profiler's list of allocations and releases, on a GPU the
+allocator's peak.
 """
 
 from __future__ import annotations
@@ -37,50 +37,52 @@ class Measured:
     """Peak bytes of a real training step."""
 
     peak_bytes: int
-    """All that the allocator was asked for. On a GPU it hands out more, in blocks, and takes still more: see below."""
+    """Bytes requested from the allocator. A GPU's allocator hands out more, in blocks, and reserves still more: see
+    below.
+    """
     tensor_bytes: int | None
-    """Without kernels' workspace: what one kernel takes and gives back within its call. None on a GPU."""
+    """Without kernel workspace, which a kernel allocates and frees within its call. None on a GPU."""
     allocated_bytes: int | None = None
-    """On a GPU: peak of the blocks handed out, each with the end that was too small to be split off."""
+    """On a GPU: peak of allocated blocks, including remainders too small to split off."""
     reserved_bytes: int | None = None
-    """On a GPU: peak of what the allocator took from the driver, for all that this process has there."""
+    """On a GPU: peak of memory that the allocator reserved from the driver for the whole process."""
 
 
 def measured(source: fake.Source, rows: int, device: torch.device | None = None, **conditions: Any) -> Measured:
-    """The second training step, really run; `conditions` as labs.common.oracle.step takes them, the target is `device`.
+    """Run the second training step for real on `device`; `conditions` as in labs.common.oracle.step.
 
-    The model is a copy, so that its parameters count, and `source` keeps its own. It takes real memory and time: for
-    small models. On a CPU sizes are as asked for, and memory that libraries get elsewhere is not seen.
+    The model is a copy, so that its parameters count and `source` keeps its own. It takes real memory and time, so use
+    it for small models. On a CPU, sizes are as requested, without memory that libraries get elsewhere.
     """
     device = device or torch.device("cpu")
     workload = fake.real(source)
     c = Conditions(**{**conditions, "target": device.type})
     if device.type == "cuda":
-        _cublas_workspace(device)  # it stays, and belongs to no step: it must be there before
-        gc.collect()  # a model of an earlier call that goes during this one would be taken off its peak
+        _cublas_workspace(device)  # cuBLAS keeps its workspace, which belongs to no step, so allocate it before
+        gc.collect()  # a model of an earlier call, freed during this one, would reduce its peak
         before = torch.cuda.memory_stats(device)
         _steps(workload, rows, c, device, _fresh_peak(device))
         return of_allocator(before, torch.cuda.memory_stats(device))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would print its start and its stop
-    gc.collect()  # what is left of earlier work must not come back meanwhile: the profiler would warn
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # stops the profiler from printing when it starts and stops
+    gc.collect()  # releases of earlier work would make the profiler warn
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _steps(workload, rows, c, device, record_function(SECOND))
     return peaks(_events(profiler))
 
 
 def _steps(workload: Workload, rows: int, c: Conditions, device: torch.device, second: AbstractContextManager) -> None:
-    """Two steps; the second in the context `second`."""
+    """Run two steps, the second in the context `second`."""
     module = recompute(copy.deepcopy(workload.module).to(device), c.policy)
     optimizer, scaler = c.make_optimizer(module), amp.scaler(c.precision, device)
     parts = c.parts(*(t.to(device) for t in workload.make_batch(rows)))
     amp.train_step(module, workload.loss, parts, optimizer, c.precision, scaler, c.max_norm)
-    gc.collect()  # what is in cycles of earlier steps must not come back in this one
+    gc.collect()  # cycles of earlier steps must not be freed in this one
     with no_collection(), second:
         amp.train_step(module, workload.loss, parts, optimizer, c.precision, scaler, c.max_norm)
 
 
 def of_allocator(before: dict[str, int], after: dict[str, int]) -> Measured:
-    """Peaks that `torch.cuda.memory_stats` tells, less what was there before; reserved bytes as they are."""
+    """Return peaks of `torch.cuda.memory_stats` minus what existed before; reserved bytes unchanged."""
 
     def more(kind: str) -> int:
         return after[f"{kind}.all.peak"] - before[f"{kind}.all.current"]
@@ -89,7 +91,7 @@ def of_allocator(before: dict[str, int], after: dict[str, int]) -> Measured:
 
 
 def _cublas_workspace(device: torch.device) -> None:
-    """Have cuBLAS take its workspace, once in this thread and once in autograd's, which has a handle of its own."""
+    """Make cuBLAS allocate its workspace, once in this thread and once in autograd's, which has its own handle."""
     x = torch.ones(8, 8, device=device, requires_grad=True)
     (x @ x).sum().backward()
 
@@ -114,16 +116,16 @@ class Block:
     nbytes: int
     start: float
     calls: tuple[int, ...]
-    """Operations that were running when it was handed out, the outermost first: numbers of events."""
+    """Event numbers of the operations running at its allocation, outermost first."""
     end: float = math.inf
     within: str = ""
-    """The innermost operation that was running both then and when it was given back."""
+    """The innermost operation running both at its allocation and at its release."""
 
 
 def peaks(events: list[dict]) -> Measured:
-    """Peaks during the second step, from the events of a profiler that ran from before the first.
+    """Return peaks during the second step, from a profiler that started before the first step.
 
-    Blocks that were handed out earlier still, and come back meanwhile, do not count.
+    Blocks allocated before that and released in the meantime don't count.
     """
     step = next(e for e in events if e.get("name") == SECOND)
     until, found = step["ts"] + step["dur"], list(blocks(events))
@@ -132,7 +134,7 @@ def peaks(events: list[dict]) -> Measured:
 
 
 def _peak(found: list[Block], start: float, end: float) -> int:
-    """Most bytes at once between two times."""
+    """Return the most bytes at once between two times."""
     live = most = 0
     for ts, change in sorted([(b.start, b.nbytes) for b in found] + [(b.end, -b.nbytes) for b in found]):
         live += change
@@ -141,7 +143,7 @@ def _peak(found: list[Block], start: float, end: float) -> int:
 
 
 def blocks(events: list[dict]) -> Iterator[Block]:
-    """All blocks that were handed out, in order of their ends."""
+    """Yield all allocated blocks, in order of their ends."""
     live: dict[int, Block] = {}  # by address
     running: list[int] = []
     for ts, what, i in _order(events):
@@ -159,7 +161,7 @@ def blocks(events: list[dict]) -> Iterator[Block]:
 
 
 def _order(events: list[dict]) -> list[tuple[float, str, int]]:
-    """(time, "enter" or "leave" an operation, or "memory", number of the event), in order of time."""
+    """Return (time, "enter" or "leave" an operation, or "memory", event number), in order of time."""
     found = []
     for i, e in enumerate(events):
         if e.get("name") == "[memory]":
@@ -171,5 +173,5 @@ def _order(events: list[dict]) -> list[tuple[float, str, int]]:
 
 @functools.cache
 def is_kernel(op: str) -> bool:
-    """Whether "aten::add", say, does its work itself; those that only call others do not ("aten::linear")."""
+    """Return whether an operation ("aten::add") does its work itself, unlike "aten::linear", which calls others."""
     return op.startswith("aten::") and not only_calls_others(op)

@@ -1,4 +1,4 @@
-"""Trace a training step on tensors without memory; the same step, for real, to compare with."""
+"""Trace a training step on tensors without storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labs.common.oracle.tracker import CUDA_BLOCK_BYTES, Tracker
 from labs.common.precision import amp
 from labs.kit.errors import BadInput, require
 
-# By name: what makes an optimizer. foreach is what torch takes by itself on a GPU: all parameters at once.
+# Constructors by name. foreach, which handles all parameters at once, is torch's default on a GPU.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p, foreach: torch.optim.SGD(p, lr=1e-3, foreach=foreach),
     "momentum": lambda p, foreach: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=foreach),
@@ -31,23 +31,24 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """Of a training step; what is not said here is as in labs.common.precision.amp.train_step."""
+    """Conditions of a training step; everything else is as in labs.common.precision.amp.train_step."""
 
     optimizer: Literal["sgd", "momentum", "adam", "fused_adam"] = "sgd"
     """SGD, SGD with momentum, AdamW, or AdamW(fused=True)."""
     precision: str = "fp32"
-    """Of labs.common.precision.amp.FORMATS; 16-bit ones by autocast."""
+    """One of labs.common.precision.amp.FORMATS; 16-bit ones use autocast."""
     policy: str = "none"
-    """Which activations are computed again: of labs.common.memory.recomputation."""
+    """Which activations to recompute: a policy of labs.common.memory.recomputation."""
     micro_batches: int = 1
-    """Parts of the batch whose gradients are added up."""
+    """Parts of the batch whose gradients are accumulated."""
     target: Literal["cpu", "cuda"] = "cpu"
-    """Whose rules hold. cuda needs no GPU: CUDA's autocast, dropout, attention and foreach optimizers, and sizes
-    in steps of 512 bytes."""
+    """Whose rules apply. cuda needs no GPU: CUDA's autocast, dropout, attention and foreach optimizers, and sizes in
+    multiples of 512 bytes.
+    """
     max_norm: float | None = None
     """Clip the gradient to this norm."""
     set_to_none: bool = True
-    """False: zero_grad fills gradients with 0 and keeps them, so that they are there in forward, too."""
+    """False: zero_grad fills gradients with 0 instead of dropping them, so they also exist during forward."""
 
     def __post_init__(self) -> None:
         require(
@@ -62,7 +63,7 @@ class Conditions:
         require(self.target in ("cpu", "cuda"), f"target must be cpu or cuda, not {self.target!r}")
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """For the parameters of `module` that are trained."""
+        """Make an optimizer for the trainable parameters of `module`."""
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = OPTIMIZERS[self.optimizer](trained, self.target == "cuda")
         if not self.set_to_none:
@@ -71,27 +72,27 @@ class Conditions:
         return optimizer
 
     def parts(self, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The batch in micro-batches: views of it."""
+        """Split the batch into micro-batches, which are views."""
         n = self.micro_batches
         require(len(x) >= n, f"{len(x)} rows cannot be cut into {n} micro-batches")
         return list(zip(x.tensor_split(n), y.tensor_split(n), strict=True))
 
 
 def step(source: fake.Source, rows: int, **conditions: Any) -> Trace:
-    """The second training step of a model on `rows` rows; nothing is computed and no memory is taken.
+    """Trace the second training step of a model on `rows` rows, without computing or allocating anything.
 
-    `source` is a factory, its name (as labs.models.build takes it) or a workload; `conditions` are those of
-    Conditions. Not in it: workspace inside kernels (cuDNN's and cuBLAS's above all), the CUDA context, fragmentation,
-    GradScaler's three numbers. BadInput says in one line why a model cannot be traced.
+    `source` is a factory, its name (as in labs.models.build) or a workload; `conditions` are the fields of Conditions.
+    Excludes workspace inside kernels (mainly cuDNN's and cuBLAS's), the CUDA context, fragmentation, and GradScaler's
+    three numbers. BadInput says in one line why a model can't be traced.
     """
     return Model(source, **conditions).step(rows)
 
 
 class Model:
-    """A model without memory whose steps can be traced, with several batches."""
+    """A model without storage whose steps can be traced, for any number of batches."""
 
     def __init__(self, source: fake.Source, **conditions: Any) -> None:
-        """`source` and `conditions` as `step` takes them."""
+        """Take `source` and `conditions` as `step` does."""
         self.name, self.conditions = fake.name_of(source), Conditions(**conditions)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.workload = fake.made(source)
@@ -102,10 +103,10 @@ class Model:
             f"the module of {self.name!r} has no parameter that requires a gradient",
         )
         self.optimizer: torch.optim.Optimizer | None = None  # made with the first step
-        self.peaks: dict[int, int] = {}  # bytes by rows, of the steps that were traced
+        self.peaks: dict[int, int] = {}  # peak bytes by rows, of traced steps
 
     def step(self, rows: int) -> Trace:
-        """One step on `rows` rows, after another one: the optimizer's state and old gradients are there."""
+        """Trace one step on `rows` rows after another step, so that optimizer state and old gradients exist."""
         require(rows >= 1, f"rows must be at least 1, not {rows}")
         with no_collection(), _one_line(self.name):
             x, y = fake.batch_of(self.workload, rows, self.mode)
@@ -122,7 +123,7 @@ class Model:
         return trace
 
     def first_step(self, x: Tensor, y: Tensor, short: bool = False) -> None:
-        """The step before the one that is traced. `short`: only its end, as if every parameter had got a gradient."""
+        """Run the step before the traced one. `short`: only its end, as if every parameter had received a gradient."""
         self.module.zero_grad()
         self.optimizer = self.conditions.make_optimizer(self.module)
         if not short:
@@ -140,7 +141,7 @@ class Model:
         return tracker
 
     def _hold(self, tracker: Tracker, x: Tensor, y: Tensor) -> None:
-        """Tell the tracker what is there before the step."""
+        """Register with the tracker what exists before the step."""
         parameters = list(self.module.parameters())
         tracker.hold(parameters, "parameters")
         tracker.hold((p.grad for p in parameters if p.grad is not None), "gradients")
@@ -148,14 +149,14 @@ class Model:
         tracker.hold([x, y, *fake.other_tensors(self.module)], "inputs/buffers")
 
     def _states(self) -> Iterator[Tensor]:
-        """The optimizer's state on the device: on a GPU Adam's count of steps stays in the CPU's memory."""
+        """Yield the optimizer's state on the device: on a GPU, Adam's step counter stays in CPU memory."""
         for state in self.optimizer.state.values():
             for name, t in state.items():
                 if isinstance(t, Tensor) and not (name == "step" and self.conditions.target == "cuda"):
                     yield t
 
     def run(self, x: Tensor, y: Tensor, tracker: Tracker) -> None:
-        """labs.common.precision.amp.train_step, whose phases `tracker` is told."""
+        """Run labs.common.precision.amp.train_step and report its phases to `tracker`."""
         c, rules = self.conditions, None
         if c.target == "cuda":
             rules = _Rules(amp.LOWERED.get(c.precision))
@@ -166,7 +167,7 @@ class Model:
 
 
 class _Rules(CudaRules):
-    """CUDA's rules; in backward, only for what is computed again."""
+    """CUDA's rules; in backward, only for recomputation."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if internals.in_backward() and not torch.is_grad_enabled():
@@ -175,7 +176,7 @@ class _Rules(CudaRules):
 
 
 class _Phases(nn.Module):
-    """A model, its loss and a GradScaler for train_step, which tell `tracker` what comes next."""
+    """A model, its loss and a GradScaler for train_step, which report the next phase to `tracker`."""
 
     def __init__(self, module: nn.Module, loss: Callable, tracker: Tracker, rules: CudaRules | None) -> None:
         super().__init__()
@@ -219,7 +220,7 @@ class _Phases(nn.Module):
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without the garbage collector, which would free what is in cycles at a moment of its own."""
+    """Disable the garbage collector, which would free cycles at arbitrary moments."""
     was = gc.isenabled()
     gc.disable()
     try:

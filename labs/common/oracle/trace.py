@@ -1,4 +1,4 @@
-"""What a training step allocates and frees, in order, and what is there at its peak."""
+"""What a training step allocates and frees, in order, and what is alive at its peak."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporarie
 
 @dataclass(frozen=True)
 class Event:
-    """A block of memory comes or goes."""
+    """A block of memory is allocated or freed."""
 
     step: int
-    """Number of the operation in the training step; several blocks may come and go with one. 0: there before it."""
+    """Number of the operation in the training step; one operation may have several events. 0: existed before."""
     op: str
-    """The operation that came last, "mm" for instance; in a "before" event "" ."""
+    """The latest operation, for instance "mm"; "" in a "before" event."""
     phase: Phase
     change_bytes: int
-    """Above 0: allocated; below 0: freed."""
+    """Positive: allocated; negative: freed."""
     category: str
-    """Of CATEGORIES; a block keeps its category from its first to its last event."""
+    """One of CATEGORIES; a block keeps its category from its first to its last event."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """One training step: each block that it allocates and frees.
 
-    parameters, gradients, optimizer  what their names say; a gradient from the operation that computes it
-    activations     what is there when a forward pass ends, or a second run of one in backward: what autograd
-                    keeps, autocast's copies of weights among them, and the model's output and loss
+    parameters, gradients, optimizer  as named; a gradient from the operation that computes it
+    activations     alive at the end of a forward pass, or of its second run in backward: what autograd keeps,
+                    including autocast's copies of weights, and the model's output and loss
     temporaries     everything else: freed in the forward pass that made it, gradients of activations, the
                     optimizer's intermediate results
     inputs/buffers  the batch, and buffers of the model
@@ -45,7 +45,7 @@ class Trace:
     """Keywords of `step`: optimizer, precision, policy, and so on."""
 
     def timeline(self, category: str | None = None) -> list[int]:
-        """Bytes that are there after each event: of one category, or of all together."""
+        """Return the bytes alive after each event, of one category or of all together."""
         total, found = 0, []
         for e in self.events:
             total += e.change_bytes if category in (None, e.category) else 0
@@ -54,18 +54,18 @@ class Trace:
 
     @property
     def peak_at(self) -> int:
-        """Index of the event after which the most is there, the first of several."""
+        """Index of the event after which the most bytes are alive, the first of several."""
         total = self.timeline()
         return max(range(len(total)), key=total.__getitem__)
 
     @property
     def peak_event(self) -> Event:
-        """The allocation that makes the peak: its operation and phase say where in the step the peak is."""
+        """The allocation that makes the peak; its operation and phase say where in the step it is."""
         return self.events[self.peak_at]
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by CATEGORIES at the moment when all together are the most."""
+        """Bytes by CATEGORIES at the moment of the largest total."""
         found = dict.fromkeys(CATEGORIES, 0)
         for e in self.events[: self.peak_at + 1]:
             found[e.category] += e.change_bytes
@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is there at once: what must fit."""
+        """The most bytes alive at once: what must fit."""
         return sum(self.peak.values())
 
     @property
@@ -82,7 +82,7 @@ class Trace:
         return self.events[-1].step
 
     def curve(self, points: int = 200) -> Iterator[tuple[int, Phase, dict[str, int]]]:
-        """(operation, phase, bytes by category) at up to `points` moments: the fullest of each stretch of the step."""
+        """Yield (operation, phase, bytes by category) at up to `points` moments, the fullest of each interval."""
         width = max(1, -(-(self.steps + 1) // points))
         now, best, most = dict.fromkeys(CATEGORIES, 0), None, -1
         for i, e in enumerate(self.events):

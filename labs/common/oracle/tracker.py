@@ -1,10 +1,10 @@
-"""Every storage that operations allocate, from its first to its last moment: no snapshot is ever taken.
+"""Track every storage that operations allocate, over its lifetime, without snapshots.
 
-Each operation is seen once, below autograd; new storages among its results are noted with a weak reference, which
-tells when they go. What a block was for is decided at the end, when it is known how long it lived.
+Each operation is seen once, below autograd. New storages among its results get a weak reference, which reports when
+they are freed. A block's category is decided at the end, when its lifetime is known.
 
-A mode is seen, too: where a tensor is used twice, autograd adds the second gradient to the first in place, but makes
-a new tensor while any TorchDispatchMode is on. The tracker notes what happens without one.
+The mode itself has a side effect: where a tensor is used twice, autograd normally adds the second gradient to the first
+in place, but makes a new tensor while any TorchDispatchMode is on. The tracker records what happens without a mode.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ CUDA_BLOCK_BYTES = 512  # kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp: al
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the step."""
+    """A section of the step."""
 
     phase: Phase
     runs_model: bool
-    """Forward, and again in backward where a checkpoint wants that."""
+    """Forward, and also recomputation in backward."""
 
 
 @dataclass(eq=False)
 class Block:
-    """A storage, while it lives and after it."""
+    """A storage, during its life and after it."""
 
     nbytes: int
     made_in: int
-    """Number of its segment."""
+    """Number of the segment that allocated it."""
     freed_in: int | None = None
     """None: it outlives the step."""
     category: str = ""
@@ -50,7 +50,7 @@ class Block:
 
 
 class Tracker(TorchDispatchMode):
-    """Notes what the operations in its context allocate and free. `rounding`: bytes that sizes are multiples of."""
+    """Records what the operations in its context allocate and free. `rounding`: sizes are multiples of these bytes."""
 
     def __init__(self, rounding: int = 1) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class Tracker(TorchDispatchMode):
         self.segments = [Segment("before", False)]
         self.op: tuple[int, Any] = (0, None)
         self.summand: tuple[int, Block | None] = (0, None)  # operation, and what it adds to
-        self.on_repeated: Callable[[], object] = lambda: None  # called when a second run in backward is over
+        self.on_repeated: Callable[[], object] = lambda: None  # called after a second run in backward
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and torch then calls __torch_dispatch__ without a wrapper."""
+        """Return False: nothing compiles here, and torch then calls __torch_dispatch__ without a wrapper."""
         return False
 
     def hold(self, tensors: Iterable[Tensor], category: str) -> None:
-        """`tensors` are of `category`, from the beginning of their storages; unknown ones are there from now on."""
+        """Assign `tensors` to `category` since their storages began; unknown storages begin now."""
         for t in tensors:
             storage = t.untyped_storage()
             if storage_key(storage) not in self.live:
@@ -76,13 +76,13 @@ class Tracker(TorchDispatchMode):
             self.live[storage_key(storage)][0].category = category
 
     def begin(self, phase: Phase) -> None:
-        """What comes now belongs to `phase`."""
+        """Assign what follows to `phase`."""
         self.segments.append(Segment(phase, phase == "forward"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called in place of each operation, with this mode switched off."""
+        """Handle each operation; PyTorch calls this with the mode switched off."""
         if func is torch.ops.prim.device.default and isinstance(args[0], internals.FakeTensor):
-            return args[0].fake_device  # autograd's engine asks for it more often than for anything else
+            return args[0].fake_device  # autograd's engine asks for the device more often than for anything else
         self.op = (self.op[0] + 1, func)
         if self.segments[-1].phase == "backward":
             self._second_run(torch.is_grad_enabled())
@@ -92,13 +92,13 @@ class Tracker(TorchDispatchMode):
         for t in (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ():
             if isinstance(t, Tensor):
                 self._seen(t)
-            elif isinstance(t, list):  # of operations on lists of tensors
+            elif isinstance(t, list):  # from operations on lists of tensors
                 for u in t:
                     self._seen(u)
         return out
 
     def _second_run(self, now: bool) -> None:
-        """Backward itself runs without gradients: what needs them is a forward pass that is run again."""
+        """Detect recomputation: backward runs without gradients, so anything that needs them is a second forward."""
         if now != self.segments[-1].runs_model:
             self.segments.append(Segment("backward", now))
             if not now:
@@ -122,13 +122,13 @@ class Tracker(TorchDispatchMode):
         self._freed(block)
 
     def _freed(self, block: Block) -> None:
-        """As the last move, or before the sum that would have taken the place of `block`."""
+        """Append the move, or insert it before the sum that would have reused `block`."""
         move, (sum_block, *_) = (block, -1, *self.op, block.freed_in), self.moves[-1]
         in_place = self.summand == (self.op[0], block) and sum_block.nbytes == block.nbytes
         self.moves.insert(len(self.moves) - in_place, move)
 
     def events(self) -> tuple[Event, ...]:
-        """What was noted, every block with its category."""
+        """Return the recorded events, every block with its category."""
         found = []
         for block, sign, step, func, segment in self.moves:
             name = "" if func is None else func.overloadpacket.__name__
@@ -138,6 +138,6 @@ class Tracker(TorchDispatchMode):
         return tuple(found)
 
     def category(self, block: Block) -> str:
-        """Of CATEGORIES: as `hold` said, or by what outlives the run of the model in which it was made."""
+        """Return a category: as set by `hold`, or by whether the block outlives the forward run that made it."""
         kept = self.segments[block.made_in].runs_model and block.freed_in != block.made_in
         return block.category or ("activations" if kept else "temporaries")

@@ -1,4 +1,4 @@
-"""Pipelines: models as chains of layers, schedules of micro-batches, and what runs them."""
+"""Pipelines: models as chains of layers, schedules of micro-batches, and the engine that runs them."""
 
 from labs.common.pipelines.chains import Chain, chain, even_cuts, split
 

@@ -1,4 +1,4 @@
-"""Models as chains of layers: what a pipeline can cut."""
+"""Models as chains of layers, which a pipeline can split."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from labs.kit.errors import require
 
 @dataclass(frozen=True)
 class Chain:
-    """A model whose layers run one after the other, each on the single tensor that the one before returned.
+    """A model whose layers run in sequence, each on the single tensor that the previous one returned.
 
-    `make_batch(batch_size)` and `loss(output, target)` are as in labs.models.Workload: rows first, and the loss a mean
-    over them. The tensors between layers must have the rows first, too: micro-batches cut them there.
+    `make_batch(batch_size)` and `loss(output, target)` are as in labs.models.Workload: rows first, and the loss is a
+    mean over them. Tensors between layers also need their rows first, because micro-batches split them there.
     """
 
     name: str
@@ -27,18 +27,18 @@ class Chain:
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def module(self) -> nn.Sequential:
-        """The whole model in one piece; it shares its layers with the stages."""
+        """Return the whole model in one piece; it shares its layers with the stages."""
         return nn.Sequential(*self.layers)
 
     def workload(self) -> Workload:
-        """The same as other labs take it."""
+        """Return the model as a Workload for other labs."""
         return Workload(self.module(), self.make_batch, self.loss)
 
 
 def chain(name: str, seed: int = 0) -> Chain:
-    """The chain `name`: what labs.common.models.build takes, if its module is an nn.Sequential.
+    """Build the chain `name`: any model of labs.common.models.build whose module is an nn.Sequential.
 
-    Parameters depend on `seed` only, so that every rank builds the same model. BadInput in one line otherwise.
+    Parameters depend only on `seed`, so every rank builds the same model. BadInput in one line otherwise.
     """
     workload = models.build(name, seed)
     require(
@@ -50,9 +50,9 @@ def chain(name: str, seed: int = 0) -> Chain:
 
 
 def split(model: Chain, cuts: Sequence[int]) -> list[nn.Sequential]:
-    """The stages of `model`: a new one begins at each layer number in `cuts`. `[]` gives one stage, `[2, 5]` three.
+    """Split `model` into stages; one starts at each layer number in `cuts`. `[]` gives one stage, `[2, 5]` three.
 
-    The stages hold the chain's own layers, not copies. BadInput for a cut that would leave a stage empty.
+    The stages hold the chain's layers, not copies. BadInput for a cut that would leave a stage empty.
     """
     last = len(model.layers)
     for cut in cuts:
@@ -68,7 +68,7 @@ def split(model: Chain, cuts: Sequence[int]) -> list[nn.Sequential]:
 
 
 def even_cuts(model: Chain, stages: int) -> list[int]:
-    """Cuts into `stages` stages of equally many layers, as far as that goes. BadInput for more stages than layers."""
+    """Return cuts into `stages` stages with nearly equal numbers of layers. BadInput for more stages than layers."""
     layers = len(model.layers)
     require(
         1 <= stages <= layers,
@@ -78,7 +78,7 @@ def even_cuts(model: Chain, stages: int) -> list[int]:
 
 
 class Embed(nn.Module):
-    """Tokens to vectors: an embedding of each token plus one of its place."""
+    """Embeds tokens and adds an embedding of their positions."""
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
         super().__init__()
@@ -87,5 +87,5 @@ class Embed(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length) int64 -> (batch, length, width)."""
+        """Map (batch, length) int64 to (batch, length, width)."""
         return self.tokens(x) + self.places.weight[: x.shape[1]]

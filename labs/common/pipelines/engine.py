@@ -1,4 +1,4 @@
-"""A pipeline written out: one stage per rank, actions in the schedule's order, messages that overlap with computing."""
+"""A pipeline written out: one stage per rank, actions in schedule order, messages that overlap with computation."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from labs.common.pipelines.schedules import Action, Event
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 
-AHEAD = 2  # receives that are posted before they are needed: a message then arrives while the stage still computes
+AHEAD = 2  # receives posted in advance, so that messages arrive while the stage still computes
 
 
 Links = dict[tuple[int, str], dist.ProcessGroup]
-"""(stage, "activation") takes activations from that stage to the next, (stage, "gradient") gradients back to it."""
+"""(stage, "activation") sends activations from that stage to the next, (stage, "gradient") gradients back to it."""
 
 
 def new_links() -> Links:
-    """A group for each pair of neighbours and each direction; all ranks call this. Several pipelines may share them.
+    """Create a group per pair of neighbours and direction; all ranks call this. Several pipelines may share them.
 
-    NCCL runs the messages of a group one after the other, in the order in which they were asked for. In a group with
-    more than one direction, or link, a receive that was posted ahead would stand before the very send that its sender
-    waits for, and all would wait for ever.
+    NCCL runs a group's messages one after the other, in the order requested. In a group with several directions or
+    links, a receive posted in advance would block the very send that its sender waits for, so all would wait forever.
     """
     ways = [(stage, carries) for stage in range(dist.get_world_size() - 1) for carries in ("activation", "gradient")]
     links = {(stage, carries): dist.new_group([stage, stage + 1]) for stage, carries in ways}
-    # NCCL connects two ranks at their first message and waits for the other: all must begin in the same order.
+    # NCCL connects two ranks at their first message and waits for the other, so all must start in the same order.
     greeting = torch.zeros(1, device=_place())
     for (stage, carries), group in links.items():
         sender, receiver = (stage, stage + 1) if carries == "activation" else (stage + 1, stage)
@@ -45,21 +44,21 @@ def new_links() -> Links:
 
 
 def _place() -> torch.device:
-    """Where messages must lie: gloo sends tensors of the host only, also from a GPU that ranks share."""
+    """Return where messages must be: gloo sends only host tensors, even from a GPU that ranks share."""
     nccl = "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 class StageFailed(RuntimeError):
-    """A stage raised, or a neighbour did not send what was expected. One line that names stage and micro-batch."""
+    """A stage raised, or a neighbour didn't send the expected message. One line that names stage and micro-batch."""
 
 
 class Pipeline:
-    """This rank's stage of `model`, cut at `cuts`, and its connections to the stages before and after.
+    """This rank's stage of `model`, split at `cuts`, and its connections to the previous and next stages.
 
-    All ranks must make it together. `wait_s` is how long a stage waits for a message before it gives its neighbour up
-    (on GPUs the process group's own limit counts); `links` are those of another pipeline, to share.
-    BadInput for cuts that do not fit the model or the ranks.
+    All ranks must create it together. A stage gives its neighbour up after waiting `wait_s` for a message (on GPUs, the
+    process group's limit applies). `links` lets pipelines share connections. BadInput for cuts that don't fit the model
+    or the ranks.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class Pipeline:
         self.first, self.last = rank.rank == 0, rank.rank == rank.world_size - 1
         self.module, self.loss = stages[rank.rank].to(rank.device), model.loss
         self.events: list[Event] | None = None
-        """If a list, every action is added to it with the times of its start and end."""
+        """If a list, collects every action with its start and end times."""
         self.messages = self._shapes(model.make_batch(1)[0])
-        """Shape without its rows, and format, of what passes from each stage to the next."""
+        """Shape without rows, and format, of messages from each stage to the next."""
         links = new_links() if links is None else links
 
         def mailbox(carries: str, source: int, to: int) -> Mailbox:
@@ -86,9 +85,9 @@ class Pipeline:
         self.gradients = mailbox("gradient", self.stage, self.stage - 1)
 
     def step(self, actions: Sequence[Action], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float | None:
-        """Forward and backward of all micro-batches: gradients end up in the module; the last stage returns the loss.
+        """Run forward and backward of all micro-batches; accumulate gradients; the last stage returns the loss.
 
-        `inputs` and `targets` hold one tensor per micro-batch, equally many rows in each, on the stage's device.
+        `inputs` and `targets` hold one tensor per micro-batch, with equally many rows, on the stage's device.
         """
         m, kept, total = len(inputs), {}, 0.0
         self._expect(m, len(inputs[0]))
@@ -105,7 +104,7 @@ class Pipeline:
                     self.activations.send(y.detach(), self.stage + 1, i)
             else:
                 gradient = None if self.last else self.gradients.receive(i)
-                x, y = kept.pop(i)  # from here on nothing else keeps this micro-batch's activations
+                x, y = kept.pop(i)  # now nothing else keeps this micro-batch's activations
                 with self._doing(kind, i):
                     y.backward(gradient)
                 if not self.first:
@@ -115,14 +114,14 @@ class Pipeline:
         return float(total) if self.last else None
 
     def message_bytes(self, stage: int, to: int, rows: int) -> int:
-        """Bytes that `stage` sends to its neighbour `to` in a step of `rows` rows, whatever the micro-batches."""
+        """Return bytes that `stage` sends to its neighbour `to` in a step of `rows` rows, for any micro-batches."""
         if not 0 <= to < self.stages:
             return 0
         shape, dtype = self.messages[min(stage, to)]
         return rows * torch.Size(shape).numel() * dtype.itemsize
 
     def _expect(self, m: int, rows: int) -> None:
-        """Post the first receives of a step, so that no neighbour has to wait until its message is asked for."""
+        """Post a step's first receives, so that no neighbour waits until its message is requested."""
         if not self.first:
             self.activations.expect(m, rows, self.stage - 1, *self.messages[self.stage - 1])
         if not self.last:
@@ -130,7 +129,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _doing(self, kind: str, i: int) -> Iterator[None]:
-        """Note when it began and ended, and say where it was if it raises."""
+        """Record an action's start and end, and say where it was if it raises."""
         start = self.now()
         try:
             yield
@@ -140,20 +139,20 @@ class Pipeline:
         self.note(kind, i, start)
 
     def now(self) -> float:
-        """Seconds of a clock that all processes of this machine share."""
+        """Return seconds of a clock that all processes of this machine share."""
         if self.events is not None and self.device.type != "cpu":
-            # What was computed, not the whole device: a receive that was posted ahead waits for a neighbour, who may
-            # wait for us.
+            # Wait for the computation, not the whole device: a receive posted in advance waits for a neighbour, who may
+            # wait for this stage.
             torch.accelerator.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def note(self, kind: str, i: int, start: float, message: str = "") -> None:
-        """Add an event that began at `start` and ends now."""
+        """Record an event that started at `start` and ends now."""
         if self.events is not None:
             self.events.append(Event(self.stage, kind, i, start, self.now(), message))
 
     def _shapes(self, x: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What leaves each stage but the last, found by sending one row through: one stage after the other."""
+        """Find what leaves each stage but the last, by sending one row through all stages in sequence."""
         found: list = []
         for stage in range(self.stages):
             out = [None]
@@ -173,7 +172,7 @@ class Mailbox:
     def __init__(
         self, carries: str, incoming: dist.ProcessGroup | None, outgoing: dist.ProcessGroup | None, pipeline: Pipeline
     ) -> None:
-        """`incoming` and `outgoing` are the groups of the two links; None at the pipeline's end."""
+        """Take the groups of the two links, `incoming` and `outgoing`; None at the pipeline's end."""
         self.carries, self.incoming, self.outgoing, self.pipeline = carries, incoming, outgoing, pipeline
         self.place = _place()
         self.posted: deque[tuple[Tensor, dist.Work]] = deque()
@@ -181,7 +180,7 @@ class Mailbox:
         self.left = self.messages_sent = self.bytes_sent = 0
 
     def expect(self, count: int, rows: int, source: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """`count` messages of `rows` rows will come from stage `source`; the first are asked for at once."""
+        """Expect `count` messages of `rows` rows from stage `source`; post the first receives at once."""
         self.left, self.source, self.shape, self.dtype = count, source, (rows, *shape), dtype
         for _ in range(AHEAD):
             self._post()
@@ -193,7 +192,7 @@ class Mailbox:
             self.left -= 1
 
     def receive(self, i: int) -> Tensor:
-        """The next message, that of micro-batch `i`. StageFailed if it does not come."""
+        """Return the next message, for micro-batch `i`. StageFailed if it doesn't arrive."""
         start = self.pipeline.now()
         buffer, work = self.posted.popleft()
         self._wait(work, f"the {self.carries} of micro-batch {i} from stage {self.source}")
@@ -202,7 +201,7 @@ class Mailbox:
         return buffer.to(self.pipeline.device)
 
     def send(self, tensor: Tensor, to: int, i: int) -> None:
-        """Begin to send `tensor` to stage `to`, and go on without waiting."""
+        """Start to send `tensor` to stage `to`, without waiting."""
         start = self.pipeline.now()
         tensor = tensor.contiguous().to(self.place)
         while self.sent and self.sent[0][1].is_completed():
@@ -213,12 +212,12 @@ class Mailbox:
         self.pipeline.note("send", i, start, self.carries)
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until everything has been sent."""
         while self.sent:
             self._wait(self.sent.popleft()[1], f"a neighbour to take its {self.carries}")
 
     def _wait(self, work: dist.Work, what: str) -> None:
-        if self.place.type == "cuda":  # with a limit NCCL would hold up this process; without, only the GPU's stream
+        if self.place.type == "cuda":  # with a limit NCCL would block this process; without, only the GPU's stream
             work.wait()
             return
         start = time.perf_counter()
@@ -226,7 +225,7 @@ class Mailbox:
             work.wait(datetime.timedelta(seconds=self.pipeline.wait_s))
         except RuntimeError as e:
             waited = time.perf_counter() - start
-            if waited < self.pipeline.wait_s:  # a lost connection: whoever was lost has its own story
+            if waited < self.pipeline.wait_s:  # a lost connection: the lost rank reports its own error
                 raise
             told = f"stage {self.pipeline.stage} waited {waited:.1f} s for {what}"
             raise StageFailed(f"{told}: that stage hangs, or needs longer than wait_s={self.pipeline.wait_s:g}") from e

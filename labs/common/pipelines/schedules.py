@@ -1,7 +1,7 @@
-"""Schedules of micro-batches: in which order each stage works, what that costs and how much it keeps. Pure functions.
+"""Schedules of micro-batches: the order of each stage's work, its cost and what it keeps. Pure functions.
 
-A schedule is a list of actions per stage. Who waits for whom follows from it: a forward needs the stage before to have
-sent its result, a backward needs the gradient from the stage after.
+A schedule is a list of actions per stage. It determines who waits for whom: a forward needs the previous stage's
+result, a backward needs the next stage's gradient.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ Schedule = Callable[[int, int, int], list[Action]]
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """All forwards, then all backwards; every stage does the same (Huang et al. 2019, arXiv:1811.06965)."""
+    """Run all forwards, then all backwards, the same on every stage (Huang et al. 2019, arXiv:1811.06965)."""
     forwards = [Action("forward", i) for i in range(micro_batches)]
     return forwards + [Action("backward", i) for i in range(micro_batches)]
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Each backward as soon as it can be: one forward, one backward (PipeDream-Flush, arXiv:2006.09503).
+    """Run each backward as soon as possible: one forward, one backward (PipeDream-Flush, arXiv:2006.09503).
 
-    A stage first does as many forwards as it takes until the first gradient can come back; from then on it never
-    keeps more than these.
+    A stage first runs as many forwards as it takes until the first gradient can return; it never keeps more than these.
     """
     warm_up = min(stages - stage, micro_batches)
     actions = [Action("forward", i) for i in range(warm_up)]
@@ -50,25 +49,25 @@ SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Share of the step in which a stage has nothing to do: (p-1)/(m+p-1), if all stages are equal and messages free.
+    """Return the share of the step in which a stage is idle: (p-1)/(m+p-1), for equal stages and free messages.
 
-    Source: Huang et al. 2019, arXiv:1811.06965, section 2.3. Megatron's (p-1)/m is the same time relative to the
-    time in which a stage works. The same for GPipe and 1F1B; m = 1 is the naive split.
+    Source: Huang et al. 2019, arXiv:1811.06965, section 2.3. Megatron's (p-1)/m is the same time relative to a stage's
+    working time. The same for GPipe and 1F1B; m = 1 is the naive split.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def step_s(stage_s: float, per_micro_batch_s: float, stages: int, micro_batches: int) -> float:
-    """Seconds of a step: (m+p-1) turns of stage_s/m + per_micro_batch_s.
+    """Return seconds of a step: (m+p-1) turns of stage_s/m + per_micro_batch_s.
 
-    `stage_s` is what one stage computes for the whole batch, forward and backward; `per_micro_batch_s` is what each
-    micro-batch costs on top of it: messages, calls, adding up gradients, smaller and so less efficient products.
+    `stage_s` is one stage's computation for the whole batch, forward and backward. `per_micro_batch_s` is the
+    additional cost per micro-batch: messages, calls, gradient accumulation, smaller and so less efficient products.
     """
     return (micro_batches + stages - 1) * (stage_s / micro_batches + per_micro_batch_s)
 
 
 def best_micro_batches(stage_s: float, per_micro_batch_s: float, stages: int) -> float:
-    """The m at which `step_s` is least: sqrt((p-1) stage_s / per_micro_batch_s). Its derivative is zero there.
+    """Return the m that minimises `step_s`: sqrt((p-1) stage_s / per_micro_batch_s), where its derivative is zero.
 
     inf if a micro-batch costs nothing: then more are always better.
     """
@@ -78,7 +77,7 @@ def best_micro_batches(stage_s: float, per_micro_batch_s: float, stages: int) ->
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Most micro-batches whose activations a stage keeps at the same time."""
+    """Return the most micro-batches whose activations a stage keeps at the same time."""
     now = most = 0
     for action in actions:
         now += 1 if action.kind == "forward" else -1
@@ -106,10 +105,10 @@ def simulate(
     backward_s: Sequence[float],
     message_s: Sequence[float] = (),
 ) -> list[Event]:
-    """When each stage does what, for one micro-batch's seconds per stage: the cost model of pipelines.
+    """Simulate when each stage does what, from seconds per micro-batch and stage: the cost model of pipelines.
 
-    `message_s[s]` is what a message between stages s and s+1 takes, of the sender's time and again of the receiver's
-    (default 0); it can be used when its sender has sent it. ValueError if the schedule can never finish.
+    `message_s[s]` is the duration of a message between stages s and s+1, on the sender and again on the receiver
+    (default 0). It is usable once sent. ValueError if the schedule can never finish.
     """
     stages = len(forward_s)
     links = list(message_s) or [0.0] * (stages - 1)
@@ -127,7 +126,7 @@ def simulate(
 
 
 def _needs(stage: int, action: Action, stages: int) -> tuple[int, Action] | None:
-    """What must have reached a stage before it can act, as (stage, action); None if it needs nothing."""
+    """Return the (stage, action) message that a stage needs before it can act; None if it needs nothing."""
     return None if stage == 0 and action.kind == "forward" else (stage, action)
 
 
@@ -156,17 +155,17 @@ def _act(
         start += seconds
     free[s] = start
     if forward and to == stages:
-        sent[s, Action("backward", i)] = start  # the loss is there: the last stage can turn round
+        sent[s, Action("backward", i)] = start  # the loss exists, so the last stage can start backward
     elif to >= 0:
         sent[to, action] = start
     return events
 
 
 def with_idle(events: Sequence[Event], stages: int) -> list[Event]:
-    """Measured events with the rest of each stage's time added as "idle", from the first event of all to the last.
+    """Fill the rest of each stage's time with "idle" events, between the first and last event of all stages.
 
-    A stage that blocks in a receive is idle until its neighbour begins to send, and receives from then on. That can be
-    told where all stages share a clock, as the processes of one machine do.
+    A stage blocked in a receive is idle until its neighbour starts to send. This needs a clock that all stages share,
+    such as that of one machine.
     """
     begun = {(e.stage, e.message, e.micro_batch): e.start_s for e in events if e.kind == "send"}
     now, end = min(e.start_s for e in events), max(e.end_s for e in events)
@@ -188,11 +187,11 @@ def _of_stage(s: int, events: Sequence[Event], begun: dict, now: float, end: flo
 
 
 def span_s(events: Sequence[Event]) -> float:
-    """Seconds from the first start to the last end."""
+    """Return seconds from the first start to the last end."""
     return max(e.end_s for e in events) - min(e.start_s for e in events)
 
 
 def idle_share(events: Sequence[Event], stages: int) -> float:
-    """Share of the step, averaged over the stages, in which a stage neither computes nor passes on a message."""
+    """Return the share of the step, averaged over stages, in which a stage neither computes nor passes on a message."""
     busy = sum(e.end_s - e.start_s for e in events if e.kind != "idle")
     return 1 - busy / (stages * span_s(events))

@@ -1,1 +1,1 @@
-"""Number formats, the step in mixed precision, and what a format does to a model."""
+"""Number formats and training steps in mixed precision."""

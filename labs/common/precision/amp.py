@@ -1,7 +1,7 @@
-"""Training steps in mixed precision, in the order that keeps them right: in BF16, in FP16, and in any format.
+"""Training steps in mixed precision, with every call in the right order: in BF16, in FP16, and in any format.
 
 Parameters, gradients and optimizer state stay in FP32. Autocast runs matrix products and convolutions in a 16-bit
-format; GradScaler multiplies the loss so that FP16's small gradients are not lost. A helper module, not a lab.
+format; GradScaler scales the loss so that FP16's small gradients aren't lost.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.amp import GradScaler
 NO_SCALING = "fp16, no scaling"
 FORMATS = ("fp32", "tf32", "bf16", "fp16", NO_SCALING)
 Loss = Callable[[Tensor, Tensor], Tensor]
-LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16, NO_SCALING: torch.float16}  # what autocast lowers to
+LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16, NO_SCALING: torch.float16}  # autocast's formats
 
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Let FP32 matrix products and convolutions round their inputs to TF32, or not; restored afterwards.
+    """Allow or forbid TF32 in FP32 matrix products and convolutions; restores the settings afterwards.
 
-    Both are switches of the process. cuDNN's is on by default, so that an FP32 baseline must switch it off.
+    Both settings apply to the whole process. cuDNN's is on by default, so an FP32 baseline must switch it off.
     """
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if allowed else "highest")
@@ -37,7 +37,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
-    """What a forward pass and its loss run in, for a `name` of FORMATS. ValueError for another name."""
+    """Run a forward pass and its loss in `name`, one of FORMATS. ValueError for another name."""
     if name not in FORMATS:
         raise ValueError(f"there is no format {name!r}: take one of {', '.join(FORMATS)}")
     lowered = name in LOWERED
@@ -46,19 +46,18 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 
 
 def scaler(name: str, device: torch.device, **settings: float) -> GradScaler:
-    """GradScaler for `name` of FORMATS: scales for "fp16" alone, otherwise hands everything through.
+    """Return a GradScaler for `name` of FORMATS: it scales only for "fp16", and otherwise passes everything through.
 
-    Made once, before the first step: what it has learnt is its scale. `settings` are GradScaler's own.
+    Create it once, before the first step, because it adapts its scale. `settings` are GradScaler's.
     """
     return GradScaler(device.type, enabled=name == "fp16", **settings)
 
 
 def impossible(module: nn.Module, loss: Loss, batch: Sequence[Tensor], name: str) -> str:
-    """Why `module` cannot be trained in format `name` on the device it is on, in torch's words; "" if it can.
+    """Say why `module` can't be trained in format `name` on its device, in torch's words; "" if it can.
 
-    Tried on the first two rows of `batch`. A device may have a format and yet not every layer in it: FP16 of an LSTM on
-    a CPU is one that oneDNN has not. Parameters, their gradients and the random state stay as they are. FP32, the
-    format that everything else is compared with, is not tried.
+    Tries the first two rows of `batch`. A device may support a format but not every layer in it, such as an FP16 LSTM
+    on a CPU (oneDNN). Parameters, their gradients and the random state don't change. Doesn't try FP32, the baseline.
     """
     if name == "fp32":
         return ""
@@ -70,17 +69,17 @@ def impossible(module: nn.Module, loss: Loss, batch: Sequence[Tensor], name: str
         torch.autograd.grad(found.float(), trained, allow_unused=True)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as e:  # of kernels, NotImplementedError included
+    except RuntimeError as e:  # from kernels; includes NotImplementedError
         return f"{type(e).__name__}: {' '.join(str(e).split())[:150]}"
     return ""
 
 
 def bf16_step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """One step in BF16: forward and loss under autocast. Returns the loss, a scalar on the device."""
+    """Run one step in BF16: forward and loss under autocast. Returns the loss, a scalar on the device."""
     optimizer.zero_grad()
     with torch.autocast(x.device.type, torch.bfloat16):
         loss = loss_fn(model(x), y)
-    loss.backward()  # outside of autocast: backward takes the formats that forward chose
+    loss.backward()  # outside autocast: backward uses the formats that forward chose
     optimizer.step()
     return loss.detach()
 
@@ -88,13 +87,13 @@ def bf16_step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, optimizer: 
 def fp16_step(
     model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, scaler: GradScaler
 ) -> Tensor:
-    """The same in FP16, whose small gradients become 0 unless the loss is scaled. One `scaler` for all steps."""
+    """Run the same in FP16, where unscaled small gradients become 0. Use one `scaler` for all steps."""
     optimizer.zero_grad()
     with torch.autocast(x.device.type, torch.float16):
         loss = loss_fn(model(x), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)  # unscales first; skips the step if a gradient is not finite
-    scaler.update()  # halves the scale after such a step, doubles it after enough good ones
+    scaler.update()  # halves the scale after a skipped step, doubles it after enough good ones
     return loss.detach()
 
 
@@ -106,7 +105,7 @@ def whole_batch_step(
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler,
 ) -> Tensor:
-    """One step in the format `name` of FORMATS on all rows of `batch`, (x, y), without clipping."""
+    """Run one step in the format `name` of FORMATS on all rows of `batch`, (x, y), without clipping."""
     if name == "bf16":
         return bf16_step(model, loss_fn, *batch, optimizer)
     if name in LOWERED:
@@ -123,9 +122,9 @@ def train_step(
     scaler: GradScaler,
     max_norm: float | None = None,
 ) -> Tensor:
-    """One optimizer step on all rows of `micro_batches`; returns their mean loss, a scalar on the device.
+    """Run one optimizer step on all rows of `micro_batches`; return their mean loss, a scalar on the device.
 
-    `loss(output, target)` is a mean over rows. The gradient's norm is clipped to `max_norm`, unless that is None.
+    `loss(output, target)` is a mean over rows. Clips the gradient's norm to `max_norm`, unless that is None.
     """
     rows = sum(len(x) for x, _ in micro_batches)
     total = torch.zeros((), device=micro_batches[0][0].device)
@@ -137,7 +136,7 @@ def train_step(
             scaler.scale(part).backward()
         total += part.detach()
     if max_norm is not None:
-        scaler.unscale_(optimizer)  # the norm to clip is that of the true gradient
+        scaler.unscale_(optimizer)  # clip the norm of the true gradient
         nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     scaler.step(optimizer)  # skips the step if a gradient is not finite
     scaler.update()

@@ -1,1 +1,1 @@
-"""Memory that grows from step to step: which line made it."""
+"""Memory that grows from step to step, and the line that allocated it."""

@@ -1,4 +1,4 @@
-"""Which line of whose code made the tensors that are still there."""
+"""Find which line of code created the tensors that are still alive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Site:
-    """Where a tensor was made: lines of Python without torch's own, the innermost first, and torch's operation."""
+    """Where a tensor was created: Python lines outside torch, innermost first, and torch's operation."""
 
     stack: tuple[tuple[str, int], ...]
     op: str
@@ -32,7 +32,7 @@ class Site:
 
     @property
     def code(self) -> str:
-        """What that line says."""
+        """The text of that line."""
         return linecache.getline(*self.stack[-1]).strip()
 
     @property
@@ -44,8 +44,8 @@ class Site:
 class History(Tracker):
     """What operations allocate and free, and the lines that each block comes from.
 
-    On a GPU CUDA's memory history notes the same. Stacks end below the function with code `root`,
-    which runs in the thread that makes the History.
+    On a GPU, CUDA's memory history records the same. Stacks end below the function with code `root`, which runs in the
+    thread that creates the History.
     """
 
     def __init__(self, root: CodeType) -> None:
@@ -54,7 +54,7 @@ class History(Tracker):
         self.sites: dict[Block, Site] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called in place of each operation, with this mode switched off."""
+        """Handle each operation; PyTorch calls this with the mode switched off."""
         before = len(self.moves)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         made = [block for block, sign, *_ in self.moves[before:] if sign > 0]
@@ -64,9 +64,9 @@ class History(Tracker):
         return out
 
     def largest_site(self) -> tuple[Site | None, float]:
-        """(where most bytes come from that are still there, their share); what was there before does not count.
+        """Return (where most bytes still alive come from, their share), without what existed before.
 
-        Lines of the loop are compared, whatever operations they call.
+        Compares lines of the loop, whatever operations they call.
         """
         left = [(self.sites[b], b.nbytes) for b, _ in self.live.values() if b in self.sites]
         by_line, by_site = Counter(), Counter()
@@ -80,10 +80,10 @@ class History(Tracker):
 
 
 def _stack(root: CodeType, thread: int) -> tuple[tuple[str, int], ...]:
-    """(file, line) from the caller of all __torch_dispatch__ outwards, without torch's own.
+    """Return (file, line) outwards from the caller of all __torch_dispatch__, without torch's files.
 
-    Backward on a GPU runs in a thread of autograd's own, in which no Python function has called it: what stands there
-    is followed by the stack of `thread`, which waits in backward() meanwhile.
+    On a GPU, backward runs in an autograd thread that no Python function called. Its frames are followed by the stack
+    of `thread`, which waits in backward().
     """
     stacks, found = [sys._getframe(1).f_back], []
     if threading.get_ident() != thread:

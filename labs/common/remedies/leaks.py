@@ -1,6 +1,6 @@
-"""Training loops that hold on to memory, and what finds them: bytes after each step, and who made what is left.
+"""Training loops that leak memory, and how to find the leak: bytes after each step, and the line that allocated them.
 
-Each loop is a generator that has done one more step each time it is asked.
+Each loop is a generator that does one step at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Job:
     batches: list[tuple[Tensor, Tensor]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is there before the loop."""
+        """Yield every tensor that exists before the loop."""
         yield from (*self.workload.module.parameters(), *self.workload.module.buffers())
         yield from (t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
         for x, y in self.batches:
             yield from (x, y)
 
     def update(self, loss: Tensor) -> None:
-        """The rest of a training step, from its loss on."""
+        """Run the rest of a training step after its loss."""
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -39,7 +39,7 @@ class Job:
 
 
 def clean(job: Job) -> Iterator[None]:
-    """Keeps a number per step."""
+    """Keep one number per step (no leak)."""
     module, loss_of, kept = job.workload.module, job.workload.loss, []
     for x, y in job.batches:
         loss = loss_of(module(x), y)
@@ -49,7 +49,7 @@ def clean(job: Job) -> Iterator[None]:
 
 
 def losses(job: Job) -> Iterator[None]:
-    """`losses.append(loss)` after backward, which has freed what the graph held: a scalar and the nodes stay."""
+    """Keep the loss tensor after backward, which has freed the graph's tensors: a scalar and the nodes remain."""
     module, loss_of, kept = job.workload.module, job.workload.loss, []
     for x, y in job.batches:
         loss = loss_of(module(x), y)
@@ -59,7 +59,7 @@ def losses(job: Job) -> Iterator[None]:
 
 
 def outputs(job: Job) -> Iterator[None]:
-    """Predictions of each step, kept for a metric at the end of the epoch."""
+    """Keep each step's predictions, for a metric at the end of the epoch."""
     module, loss_of, kept = job.workload.module, job.workload.loss, []
     for x, y in job.batches:
         output = module(x)
@@ -69,7 +69,7 @@ def outputs(job: Job) -> Iterator[None]:
 
 
 def validation(job: Job) -> Iterator[None]:
-    """A validation loss, kept without backward and without no_grad: the whole graph stays, with its activations."""
+    """Keep a validation loss without backward or no_grad: the whole graph stays, with its activations."""
     module, loss_of, kept = job.workload.module, job.workload.loss, []
     for x, y in job.batches:
         job.update(loss_of(module(x), y))
@@ -78,7 +78,7 @@ def validation(job: Job) -> Iterator[None]:
 
 
 def hook(job: Job) -> Iterator[None]:
-    """A forward hook that keeps what the first layer computes."""
+    """Keep the first layer's output in a forward hook."""
     module, loss_of, kept = job.workload.module, job.workload.loss, []
     first = next(m for m in module.modules() if not list(m.children()))
     handle = first.register_forward_hook(lambda layer, given, made: kept.append(made.detach()))
@@ -104,7 +104,7 @@ LEAKS = tuple(LOOPS)[2:]
 
 
 def job(workload: Workload, rows: list[int], device: torch.device, larger: bool = False) -> Job:
-    """Batches of so many rows, the one in the middle 12 times as many if `larger`; one step has been done before."""
+    """Prepare batches of these row counts, the middle one 12 times as large if `larger`, and run one step."""
     module = workload.module.to(device)
     if larger:
         rows = [12 * n if i == len(rows) // 2 else n for i, n in enumerate(rows)]
@@ -117,25 +117,25 @@ def job(workload: Workload, rows: list[int], device: torch.device, larger: bool 
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a loop. All bytes of tensors count: the model, its optimizer and the batches, too."""
+    """Observations of a loop. All tensor bytes count, including the model, its optimizer and the batches."""
 
     live_bytes: list[int]
-    """After each step: what torch.cuda.memory_allocated says."""
+    """Bytes after each step, like torch.cuda.memory_allocated."""
     peak_bytes: list[int]
-    """The most so far, after each step: what torch.cuda.max_memory_allocated says."""
+    """Peak so far, after each step, like torch.cuda.max_memory_allocated."""
     site: Site | None
-    """Where most bytes come from that the loop still holds; None if it holds nothing."""
+    """Code that allocated most of the bytes that the loop still holds; None if it holds nothing."""
     share: float
-    """Of these bytes, how many come from the line of `site`."""
+    """Share of those bytes that the line of `site` allocated."""
 
     @property
     def growth_bytes(self) -> float:
-        """Per step, from the first step to the last."""
+        """Growth per step, from the first step to the last."""
         return (self.live_bytes[-1] - self.live_bytes[0]) / max(1, len(self.live_bytes) - 1)
 
 
 def watch(job: Job, loop: Callable[[Job], Iterator[None]]) -> Watched:
-    """Run all steps of `loop`."""
+    """Run all steps of `loop` and observe its memory."""
     history, running = History(watch.__code__), loop(job)
     live, peaks, now, peak, seen = [], [], 0, 0, 0
     try:

@@ -1,1 +1,1 @@
-"""Models in parts: tensor parallelism by hand and with DTensor, and what a rank sends, by closed form and counted."""
+"""Sharded models: tensor parallelism by hand and FSDP2, and the bytes a rank sends, by closed form and counted."""

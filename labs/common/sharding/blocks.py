@@ -1,4 +1,4 @@
-"""A transformer block made of two halves that tensor parallelism can cut, and the course's GPT built of it."""
+"""A transformer block of two halves that tensor parallelism can split, and conversion of the course's GPT to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labs.common.models import Workload, text_models
 
 
 class Mlp(nn.Module):
-    """width -> hidden -> width, with a GELU between. A unit that ranks share out is one hidden feature."""
+    """width -> hidden -> width, with a GELU in between. Ranks share its hidden features (its units)."""
 
     COLUMNS, ROW = ("up",), "down"
 
@@ -21,14 +21,14 @@ class Mlp(nn.Module):
         self.unit = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
+        """Map (..., width) to (..., width)."""
         return self.down(functional.gelu(self.up(x)))
 
 
 class Attention(nn.Module):
-    """Causal self-attention with a projection each for queries, keys and values. The unit is one head.
+    """Causal self-attention with separate projections for queries, keys and values. Ranks share its heads (its units).
 
-    It counts the heads that it has by their size, so that it also works with a rank's share of them.
+    It derives the number of heads from their size, so it also works with a rank's share of them.
     """
 
     COLUMNS, ROW = ("query", "key", "value"), "out"
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.unit = head_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> (batch, length, width)."""
+        """Map (batch, length, width) to (batch, length, width)."""
         projections = (self.query, self.key, self.value)
         q, k, v = (f(x).unflatten(2, (-1, self.unit)).transpose(1, 2) for f in projections)  # (rows, heads, ...)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a perceptron, each on a normalised copy that is added back."""
+    """Attention and an MLP, each on a normalised copy that is added back."""
 
     HALVES = ("attention", "mlp")
 
@@ -58,15 +58,15 @@ class TransformerBlock(nn.Module):
         self.attention, self.mlp = Attention(width, head_size, heads), Mlp(width, 4 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> (batch, length, width)."""
+        """Map (batch, length, width) to (batch, length, width)."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 def separate(block: text_models.Block) -> TransformerBlock:
-    """`block`, computing the same, with its one matrix for queries, keys and values cut into three.
+    """Return an equivalent of `block` with its single query-key-value matrix split into three.
 
-    Cut by columns as it is, that matrix would give a rank all queries and no values.
+    Split by columns directly, that matrix would give a rank all queries and no values.
     """
     width = block.qkv.in_features
     ours = TransformerBlock(width, width // block.heads, block.heads)
@@ -87,7 +87,7 @@ def separate(block: text_models.Block) -> TransformerBlock:
 
 
 def separated(module: nn.Module) -> nn.Module:
-    """`module` with each block of the course's GPTs in it replaced by one made of halves, in place."""
+    """Replace each block of the course's GPTs in `module` by one made of halves, in place."""
     for name, block in list(module.named_modules()):
         if isinstance(block, text_models.Block):
             module.set_submodule(name, separate(block))
@@ -95,14 +95,14 @@ def separated(module: nn.Module) -> nn.Module:
 
 
 def halves(module: nn.Module) -> list[str]:
-    """Names of the halves in `module`, in order: its modules of kind Attention or Mlp."""
+    """Return the names of the halves in `module`, in order: its Attention and Mlp modules."""
     return [name for name, m in module.named_modules() if isinstance(m, Attention | Mlp)]
 
 
 def row_transformer(width: int = 128, blocks: int = 4) -> Workload:
-    """A small transformer that reads images of Fashion-MNIST row by row: the model of notebook 06.
+    """Build notebook 06's model, a small transformer that reads Fashion-MNIST images row by row.
 
-    Cut in the middle, both halves do nearly the same work.
+    Split in the middle, both halves do nearly the same work.
     """
     body = [TransformerBlock(width, 32, width // 32) for _ in range(blocks)]
     layers = [nn.Flatten(1, 2), nn.Linear(28, width), *body, nn.Flatten(), nn.Linear(28 * width, 10)]

@@ -16,10 +16,10 @@ from labs.kit.errors import BadInput
 
 
 def units(module: nn.Module) -> list[nn.Module]:
-    """What is gathered together: each block that has parameters, and last the module with all the rest."""
+    """Return the units that are gathered together: each block with parameters, and last the module with the rest."""
     try:
         found = [block for block in blocks(module) if any(True for _ in block.parameters())]
-    except BadInput:  # no blocks: all of it at once
+    except BadInput:  # no blocks: gather everything at once
         found = []
     return [*found, module]
 
@@ -30,11 +30,11 @@ def shard(
     reshard_after_forward: bool = True,
     lowered: torch.dtype | None = None,
 ) -> nn.Module:
-    """`module` with FSDP2 on each of its units, from the inside out.
+    """Apply FSDP2 to each unit of `module`, from the inside out.
 
-    `lowered` is mixed precision: the format in which parameters are gathered and used, BF16 as a rule. Each rank keeps
-    its shard, and sums gradients, in FP32. The outermost unit keeps its own parameters after forward in any case:
-    backward would need them at once.
+    `lowered` sets mixed precision: the format in which parameters are gathered and used, usually BF16. Each rank keeps
+    its shard, and sums gradients, in FP32. The outermost unit always keeps its parameters after forward, because
+    backward needs them at once.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -45,7 +45,7 @@ def shard(
 
 
 def parameters_of_units(module: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each unit, those of earlier units left out, without units that have none left."""
+    """Return each unit's parameters, without those of earlier units."""
     seen: set[int] = set()
     groups = []
     for unit in units(module):
@@ -55,16 +55,16 @@ def parameters_of_units(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def shard_bytes(p: Tensor, ranks: int) -> int:
-    """Bytes of one rank's shard of `p`: it has ceil(rows / n) rows. What the last ranks lack is sent as padding."""
+    """Return the bytes of one rank's shard of `p`: ceil(rows / n) rows. The last ranks send padding."""
     return -(-p.shape[0] // ranks) * nbytes(p) // p.shape[0]
 
 
 def predict(module: nn.Module, way: str, ranks: int, gloo: bool = False) -> dict[str, float]:
-    """Bytes that a rank sends in one step, by kind of collective, and bytes of parameters that are whole at once.
+    """Return the bytes that a rank sends in one step, by collective, and the parameter bytes that are whole at once.
 
-    FSDP gathers each unit in forward, those that it did not keep again in backward, and reduce-scatters gradients: with
-    no padding that is 3/2 of DDP's bytes in FP32. In "fsdp, bf16" parameters travel in 2 bytes and gradients in 4: as
-    many bytes as DDP's. With `gloo`, a reduce-scatter sends what an all-reduce does.
+    FSDP gathers each unit in forward, regathers units it didn't keep in backward, and reduce-scatters gradients.
+    Without padding, that is 3/2 of DDP's bytes in FP32. In "fsdp, bf16", parameters travel in 2 bytes and gradients in
+    4, which is as many bytes as DDP's. With `gloo`, a reduce-scatter sends as much as an all-reduce.
     """
     groups = [sum(shard_bytes(p, ranks) for p in group) * ranks for group in parameters_of_units(module)]
     plain = [nbytes(*group) for group in parameters_of_units(module)]
@@ -87,6 +87,6 @@ class Gathered(TorchDispatchMode):
         self.module, self.most = module, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        whole = [p for p in self.module.parameters() if not hasattr(p, "full_tensor")]  # a DTensor has: a shard
+        whole = [p for p in self.module.parameters() if not hasattr(p, "full_tensor")]  # DTensors are shards
         self.most = max(self.most, nbytes(*whole))
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Tensor parallelism by hand: each rank computes a part of every layer, and one sum puts the parts together.
+"""Tensor parallelism by hand: each rank computes a part of every layer, and one sum combines the parts.
 
-The first layers of a half are cut by columns (each rank has some of the features, or some of the heads), the last one
-by rows (each rank has the weights for its own features). So a half needs one sum forward, at its end, and one sum
-backward, at its start: the functions g and f of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+A half's first layers are split by columns (each rank has some features or heads), its last layer by rows (each rank has
+the weights for its features). So a half needs one sum in forward, at its end, and one in backward, at its start:
+functions g and f of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from labs.kit.errors import require
 
 
 class CopyToRanks(torch.autograd.Function):
-    """f: every rank uses the same input, so the input's gradient is the sum of theirs."""
+    """f: every rank uses the same input, so the input's gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -25,13 +25,13 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)  # not ours to change
+        total = gradient.clone(memory_format=torch.contiguous_format)  # not ours to modify
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
 class SumOverRanks(torch.autograd.Function):
-    """g: the output is the sum of the ranks' parts, so each part's gradient is that of the output."""
+    """g: the output is the sum of the ranks' parts, so each part's gradient is the output's."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -45,7 +45,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class TensorParallel(nn.Module):
-    """A rank's part of one half of a block. The last layer's bias is added once, after the sum, on every rank."""
+    """A rank's part of one half of a block. Every rank adds the last layer's bias once, after the sum."""
 
     def __init__(self, half: Mlp | Attention, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class TensorParallel(nn.Module):
         self.part, self.bias, self.group = half, row.bias, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width), equal on all ranks."""
+        """Map (..., width) to (..., width), equal on all ranks."""
         return SumOverRanks.apply(self.part(CopyToRanks.apply(x, self.group)), self.group) + self.bias
 
 
 def share(half: Mlp | Attention, rank: int, ranks: int) -> slice:
-    """The features between first and last layer that `rank` has: whole units; the first ranks have one more."""
+    """Return `rank`'s features between first and last layer, in whole units; the first ranks have one more."""
     units = getattr(half, half.ROW).in_features // half.unit
     what = "heads" if isinstance(half, Attention) else "hidden features"
     require(ranks <= units, f"{units} {what} cannot be shared by {ranks} ranks: use at most {units}")
@@ -71,7 +71,7 @@ def share(half: Mlp | Attention, rank: int, ranks: int) -> slice:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A linear layer with copies of these parameters, shapes (outputs, inputs) and (outputs,)."""
+    """Return a linear layer with copies of these parameters, shapes (outputs, inputs) and (outputs,)."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach().clone())
     if bias is not None:
@@ -80,9 +80,9 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def by_hand(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """`module` with every half in it replaced by this rank's part; all else stays whole on every rank."""
+    """Replace every half in `module` by this rank's part; everything else stays whole on every rank."""
     for name in halves(module):
-        if not name:  # the module is a half itself
+        if not name:  # the module itself is a half
             return TensorParallel(module, group)
         parent, _, child = name.rpartition(".")
         setattr(module.get_submodule(parent), child, TensorParallel(module.get_submodule(name), group))

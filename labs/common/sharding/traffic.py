@@ -1,8 +1,7 @@
 """What a rank sends: each collective and message that it starts, its bytes by closed form, and what TCP carried.
 
-Two counters that know nothing of each other. `Traffic` sees the calls, with the bytes of their buffers; a closed form
-turns these into bytes that leave the rank. `labs.common.data_parallel.wire` asks the kernel what left
-through the rank's connections.
+Two independent counters: `Traffic` sees the calls with their buffer sizes, which a closed form turns into bytes sent.
+`labs.common.data_parallel.wire` asks the kernel what left through the rank's connections.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from labs.kit import _compat
 from labs.kit._compat import TorchDispatchMode, tree_leaves
 from labs.kit.rank import Rank
 
-# Names of torch's operations, without the underscores around: in place, of torch.distributed and FSDP2 (c10d), and
-# functional, of DTensor (_c10d_functional).
+# Names of torch's operations, without surrounding underscores: in place, from torch.distributed and FSDP2 (c10d), and
+# functional, from DTensor (_c10d_functional).
 KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -37,31 +36,31 @@ KINDS = {
     "send": "send",
     "recv": "recv",
 }
-HEADER_BYTES = 48  # of each message of gloo: every wire total is a closed form plus a multiple of it
+HEADER_BYTES = 48  # per gloo message: every TCP total is a closed form plus a multiple of it
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: what, with a buffer of how many bytes (the whole, gathered one), in which group of how many ranks."""
+    """One call: its kind, its (whole, gathered) buffer size, its group, and that group's number of ranks."""
 
     kind: str
     bytes: int
     ranks: int
     group: str
     peer: int | None = None
-    """Of a message, the other rank's place in the group."""
+    """For a message, the other rank's index in the group."""
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that this rank sends, by the closed form of a ring; of a broadcast, the share of an average rank."""
+        """Bytes that this rank sends, by a ring's closed form; for a broadcast, an average rank's share."""
         return sent_bytes(self.kind, self.bytes, self.ranks)
 
 
 def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
-    """Bytes each of `ranks` sends for a buffer of `size` bytes: the whole one, of all ranks together.
+    """Return the bytes that each of `ranks` sends for a whole buffer of `size` bytes.
 
     Rings send 2 (n-1)/n S for an all-reduce, half of that for an all-gather or a reduce-scatter (Patarasuk & Yuan
-    2009). `gloo` tells what gloo really does: its reduce-scatter is an all-reduce of which each rank keeps its part.
+    2009). `gloo` follows gloo's implementation: its reduce-scatter is an all-reduce of which each rank keeps its part.
     """
     share = (ranks - 1) / ranks
     if kind == "reduce_scatter" and gloo:
@@ -78,9 +77,9 @@ def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
 
 
 class Traffic(TorchDispatchMode):
-    """Within `with Traffic() as traffic:` every collective and message that this rank starts is noted.
+    """Records every collective and message that this rank starts within `with Traffic() as traffic:`.
 
-    DDP's own all-reduces are among them, as are those few bytes by which it agrees on its buckets in its first step.
+    Includes DDP's all-reduces, and the few bytes by which DDP agrees on its buckets in the first step.
     """
 
     def __init__(self) -> None:
@@ -96,18 +95,18 @@ class Traffic(TorchDispatchMode):
 
     def _note(self, kind: str, args: tuple) -> None:
         group = _group(args)
-        size = max(nbytes(*tree_leaves(a)) for a in args[:2] if _has_tensors(a))  # input or output, the larger
-        if kind == "all_gather" and not _has_tensors(args[1]):  # the functional form has no output to write to
+        size = max(nbytes(*tree_leaves(a)) for a in args[:2] if _has_tensors(a))  # the larger of input and output
+        if kind == "all_gather" and not _has_tensors(args[1]):  # the functional form has no output argument
             size *= group.size()
         peer = args[2] if kind in ("send", "recv") else None
         self.calls.append(Call(kind, size, group.size(), group.group_name, peer))
 
     def count(self) -> Counter[str]:
-        """Calls by kind."""
+        """Count calls by kind."""
         return Counter(c.kind for c in self.calls)
 
     def sent(self, group: dist.ProcessGroup | None = None) -> Counter[str]:
-        """Bytes that this rank sent, by kind, by closed form; in one group only, if it is given."""
+        """Return bytes sent by this rank, by kind and closed form; optionally in one group only."""
         total: Counter[str] = Counter()
         for call in self.calls:
             if group is None or call.group == group.group_name:
@@ -116,9 +115,9 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic_of(call: Callable[[], object], rank: Rank) -> tuple[Traffic, list[int] | None]:
-    """(what one `call` starts on this rank, bytes that TCP carried for each rank during it). Collective.
+    """Return (what one `call` starts on this rank, bytes that TCP carried for each rank during it). Collective.
 
-    None in place of the bytes where a kernel does not count, or GPUs talk past TCP.
+    The bytes are None if a kernel doesn't count, or if GPUs bypass TCP.
     """
     traffic = Traffic()
 
@@ -136,7 +135,7 @@ def _has_tensors(argument: Any) -> bool:
 
 
 def _group(args: tuple) -> dist.ProcessGroup:
-    """The group among a call's arguments, where it is boxed, or its name."""
+    """Return the group among a call's arguments, where it is boxed, or given by name."""
     for a in reversed(args):
         if isinstance(a, str) and a not in ("sum", "avg", "max", "min"):
             return _compat.resolve_group(a)

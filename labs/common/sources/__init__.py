@@ -1,1 +1,1 @@
-"""What others have measured and published."""
+"""Published measurements, and runs recorded on GPUs."""

@@ -1,4 +1,4 @@
-"""Runs of this course's labs that were recorded on GPUs: what a learner without one sees beside her own."""
+"""Recorded GPU runs of this course's labs, to show beside a learner's own results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NONE = "No recorded GPU run of this lab exists yet, so no number is shown in its
 
 
 def runs(lab: str, folder: Path = RECORDS) -> list[Records]:
-    """The recorded run of labs.<lab> on each machine with GPUs, in the order of the machines' folders."""
+    """Return the recorded run of labs.<lab> on each machine with GPUs, in order of the machines' folders."""
     found = (load(path) for path in sorted(folder.glob(f"*/{lab}.jsonl")))
     return [run for run in found if run[0].layout.get("device") == "cuda"]
 
 
 def told(found: list[Records], tell: Callable[[Records], str]) -> None:
-    """Say what `tell` makes of each run, with where it was recorded; one sentence if there is none."""
+    """Print what `tell` says about each run, with its provenance; one sentence if there is no run."""
     for run in found:
         origin = provenance_line([next(r for r in run if r.kind == "recorded")])
         say(f"{origin[0].upper()}{origin[1:]}: {tell(run)}")

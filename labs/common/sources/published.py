@@ -1,4 +1,4 @@
-"""Numbers that others published and this course tests, each with its source."""
+"""Published numbers that this course tests, each with its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TABLES = Path(__file__).parents[3] / "records" / "published"
 
 @cache
 def table(name: str) -> Records:
-    """A published table of records/published, `name`.jsonl. Its provenance says where it was read, and how surely."""
+    """Load the table records/published/`name`.jsonl. Its provenance says where it was read, and how reliably."""
     return load(TABLES / f"{name}.jsonl")
 
 
@@ -22,7 +22,7 @@ RTX_4090_ARTICLE = (
 
 
 def rtx_4090_epochs() -> Records:
-    """Seconds per epoch on 1 to 4 RTX 4090 as an article states them; it gives no script, batch or data size."""
+    """Return an article's seconds per epoch on 1 to 4 RTX 4090; it gives no script, batch or data size."""
     table = {1: 12.5, 2: 7.8, 3: 6.2, 4: 5.1}
     return Records(
         Record(
@@ -39,7 +39,7 @@ def rtx_4090_epochs() -> Records:
 
 
 def stated(article: str, metric: str, unit: str, *values: float) -> Records:
-    """What one of the five articles ("A" to "E") states, with its title as the source."""
+    """Return numbers from one of the five articles ("A" to "E"), with its title as the source."""
     from labs.kit.claims import articles  # imports torch, which no other function here needs
 
     told = articles()[article]
@@ -57,7 +57,7 @@ PYTORCH_DDP = (
 
 
 def ddp_on_v100() -> Records:
-    """Seconds per iteration on one V100 without DDP, and on two of one machine with it, as PyTorch publishes them."""
+    """Return PyTorch's published seconds per iteration on one V100 without DDP, and on two in one machine with it."""
     return Records(
         Record(
             "pytorch",

@@ -1,1 +1,1 @@
-"""Benchmark loops, streams of work, counters of busy time, FLOPs and peaks."""
+"""Benchmark steps, busy-time counters, FLOPs and peaks."""

@@ -1,4 +1,4 @@
-"""Counters of busy time: what they read, and what is seen of them through windows of some length."""
+"""Counters of busy time, and the busy share that they show in a time window."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Mark = tuple[float, float]  # (clock, busy seconds so far), both in s
 
 
 class Counter(Protocol):
-    """Something that says how long the device has been busy."""
+    """Reports how long the device has been busy."""
 
     name: str
     memory_s: float
-    """How far back a reading looks: only after this long it is about the present job alone."""
+    """How far back a reading reaches, in s; only after this time does it cover the current job alone."""
 
     def busy_s(self) -> float:
-        """Seconds of work since some moment in the past."""
+        """Return seconds of work since some moment in the past."""
 
 
 class CpuTime:
-    """CPU seconds of all threads of this process: exact to about a microsecond, and it looks at no past."""
+    """CPU seconds of all threads of this process: exact to about a microsecond, with no memory of the past."""
 
     name = "CPU time of the process"
     memory_s = 0.01
@@ -39,7 +39,7 @@ class CpuTime:
 
 
 class NvmlUtilization:
-    """NVML's utilization.gpu of one GPU, added up over time: each reading stands for the time since the last one.
+    """NVML's utilization.gpu of one GPU, integrated over time: each reading applies to the time since the last one.
 
     Source: NVML API reference, nvmlUtilization_t: percent of the past sample period, 1/6 to 1 s by product, during
     which one or more kernels was executing.
@@ -62,7 +62,7 @@ class NvmlUtilization:
 
 @contextmanager
 def counter_of(device: torch.device) -> Iterator[Counter]:
-    """The counter of `device`. BadInput, one line, if NVML cannot tell."""
+    """Yield the counter of `device`. BadInput, one line, if NVML can't provide one."""
     if device.type == "cpu":
         yield CpuTime()
         return
@@ -77,7 +77,7 @@ def counter_of(device: torch.device) -> Iterator[Counter]:
 
 
 def work_for(seconds: float, chunk: Callable[[], None], counter: Counter) -> list[Mark]:
-    """Repeat `chunk` until `seconds` have passed; the counter is read before the first and after each."""
+    """Repeat `chunk` for at least `seconds`; read the counter before the first and after each."""
     marks = [(time.perf_counter(), counter.busy_s())]
     while marks[-1][0] - marks[0][0] < seconds:
         chunk()
@@ -86,7 +86,7 @@ def work_for(seconds: float, chunk: Callable[[], None], counter: Counter) -> lis
 
 
 def busy_between(marks: Sequence[Mark], start: float, end: float) -> float:
-    """Busy share between two readings of the clock, linear between the marks. Both must lie within the marks."""
+    """Return the busy share between two clock readings, interpolated linearly. Both must lie within the marks."""
     clocks = [clock for clock, _ in marks]
 
     def total(at: float) -> float:

@@ -22,19 +22,19 @@ FACTORS = {
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """busbw / algbw: what the busiest link carries, per byte of the buffer; 0 for one rank's all-reduce."""
+    """Return busbw / algbw: what the busiest link carries per byte of the buffer; 0 for one rank's all-reduce."""
     require(op in FACTORS, f"collective must be one of {', '.join(FACTORS)}, not {op!r}")
     require(ranks >= 1, f"ranks must be at least 1, not {ranks}")
     return FACTORS[op](ranks)
 
 
 def algbw_b_s(bytes: float, seconds: float) -> float:
-    """Algorithm bandwidth: size / time, in byte/s. Falls with the number of ranks on any hardware."""
+    """Return the algorithm bandwidth: size / time, in byte/s. It falls with the number of ranks on any hardware."""
     return bytes / seconds
 
 
 def busbw_b_s(bytes: float, seconds: float, ranks: int, op: str = "all_reduce") -> float:
-    """Bus bandwidth in byte/s: comparable with the speed of a link, whatever the number of ranks."""
+    """Return the bus bandwidth in byte/s: comparable with a link's speed for any number of ranks."""
     return algbw_b_s(bytes, seconds) * bus_factor(op, ranks)
 
 
@@ -46,20 +46,20 @@ class LatencyBandwidth:
     b_s: float
 
     def seconds(self, bytes: float) -> float:
-        """Modelled time of a message of `bytes`."""
+        """Return the modelled time of a message of `bytes`."""
         return self.latency_s + bytes / self.b_s
 
     @property
     def half_bytes(self) -> float:
-        """Message size at which half of the bandwidth is reached: latency x bandwidth; inf if that was not found."""
+        """Message size that reaches half of the bandwidth: latency x bandwidth; inf if that wasn't found."""
         return self.latency_s * self.b_s if self.latency_s else 0.0
 
 
 def fit(bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
-    """Least squares of relative errors, so that small messages count as much as big ones; both terms >= 0.
+    """Fit by least squares of relative errors, so that small messages count as much as big ones; both terms >= 0.
 
-    Needs two different sizes. If noise hides what a byte costs, the bandwidth is inf: these times cannot tell it. A
-    time of 0, from a clock too coarse for it, counts as a nanosecond.
+    Needs two different sizes. If noise hides the cost per byte, the bandwidth is inf. A time of 0, from too coarse a
+    clock, counts as a nanosecond.
     """
     require(len(set(bytes)) >= 2, "a latency-bandwidth fit needs at least two message sizes")
     import numpy as np
@@ -70,5 +70,5 @@ def fit(bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
     scale = np.linalg.norm(a, axis=0)  # seconds and bytes differ by many powers of ten
     (latency, per_byte), _ = nnls(a / scale, np.ones(len(t)))
     latency, per_byte = float(latency / scale[0]), float(per_byte / scale[1])
-    told = per_byte * max(bytes) > 1e-6 * latency  # otherwise it is what rounding has left
+    told = per_byte * max(bytes) > 1e-6 * latency  # otherwise it is rounding
     return LatencyBandwidth(latency, 1 / per_byte if told else float("inf"))

@@ -1,4 +1,4 @@
-"""Moments within a step, taken without waiting: the host's clock, or events in a GPU's streams."""
+"""Timestamps within a step, taken without waiting: the host's clock, or events in a GPU's streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def now(device: torch.device) -> object:
-    """This moment: of the host's clock, or on a GPU of the current stream, without waiting for it."""
+    """Return the current time on the host's clock, or an event in the GPU's current stream, without waiting."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -17,5 +17,5 @@ def now(device: torch.device) -> object:
 
 
 def seconds_between(start: object, end: object) -> float:
-    """Seconds from one moment to the other. A GPU must have been synchronised since."""
+    """Return seconds between two timestamps. The GPU must have been synchronised since."""
     return end - start if isinstance(start, float) else 1e-3 * start.elapsed_time(end)

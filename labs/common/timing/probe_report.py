@@ -1,7 +1,7 @@
-"""What `python -m labs.hardware_probe` says: the checks of this machine and its measured speed limits, as text or JSON.
+"""The output of `python -m labs.hardware_probe`: this machine's checks and measured speed limits, as text or JSON.
 
-With --preflight labs.classroom.room_preflight takes over: it measures nothing, but also tries what else the first
-minutes of a course need.
+With --preflight, labs.classroom.room_preflight takes over. It measures nothing, but also checks everything else that
+the first minutes of a course need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from labs.kit.record import Records
 
 
 def as_json(found: list[Check], facts: Facts, records: Records) -> str:
-    """The same for a program, with the inventory and the measured speed limits."""
+    """Return the same as JSON, with the inventory and the measured speed limits."""
     speeds = [{"metric": r.metric, "unit": r.unit, "value": r.value, "kind": r.kind, **r.case} for r in records]
     return json.dumps(
         {
@@ -41,9 +41,9 @@ def as_json(found: list[Check], facts: Facts, records: Records) -> str:
 
 
 def preflight(lab: str, parameters: dict[str, Any], options: cli.Launch, require_gpus: int = 0) -> tuple:
-    """Gather the facts, run the probe on its ranks, judge both: (checks, facts, records).
+    """Gather the facts, run the probe on its ranks, and judge both: (checks, facts, records).
 
-    A probe whose ranks fail is itself a failed check, not an exception. BadInput passes through.
+    Failing ranks become a failed check instead of an exception. BadInput passes through.
     """
     facts = gather(require_gpus)
     found = machine_checks(facts)
@@ -59,7 +59,7 @@ def preflight(lab: str, parameters: dict[str, Any], options: cli.Launch, require
 
 
 def _enough_or_shared(options: cli.Launch) -> cli.Launch:
-    """The default two ranks may share the core of a small machine; the check of its cores warns."""
+    """Let the default two ranks share the core of a small machine; the core check warns about it."""
     from labs.kit.hardware import place
 
     try:
@@ -89,21 +89,21 @@ def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple
 
 
 def main(lab: str, description: str | None, config_type: type, answer: Callable[[Records], Iterable[str]]) -> None:
-    """Command line of the preflight: the lab's own options, and --json and --require-gpus. Exits.
+    """Run the command line: the lab's options, plus --json and --require-gpus. Exits.
 
-    What `answer` says of the records comes first, then the checks, then every speed limit.
+    Prints `answer`'s sentences first, then the checks, then every speed limit.
     """
 
     @dataclass(frozen=True)
     class Options(config_type):
-        """The lab's own options, and those of the preflight."""
+        """The lab's options, and those of the preflight."""
 
         json: bool = False
-        """Print one JSON object (checks, inventory, speed limits) in place of text."""
+        """Print one JSON object (checks, inventory, speed limits) instead of text."""
         require_gpus: int = 0
-        """Fail unless torch can use at least so many GPUs."""
+        """Fail unless torch can use at least this many GPUs."""
         preflight: bool = False
-        """GO or NO-GO for the course in a few seconds, and a report; measures no speed."""
+        """Print GO or NO-GO for the course in a few seconds, and a report; measures no speed."""
         report: Path | None = None
         """Where --preflight writes its report."""
 
@@ -118,7 +118,7 @@ def main(lab: str, description: str | None, config_type: type, answer: Callable[
     try:
         launch = _enough_or_shared(command.launch)
         cli.prepare()
-        # What ranks print (a warning of gloo, where the host has no name) does not belong into the JSON.
+        # Output of ranks (such as a gloo warning on a host without a name) must not get into the JSON.
         with contextlib.redirect_stdout(sys.stderr) if command.config.json else contextlib.nullcontext():
             found, facts, records = preflight(lab, parameters, launch, command.config.require_gpus)
     except BadInput as e:
@@ -136,7 +136,7 @@ def main(lab: str, description: str | None, config_type: type, answer: Callable[
 
 
 def speed_text(records: Records) -> str:
-    """The measured speed limits, a line each, best size of each."""
+    """Format the measured speed limits, one line each, at the best size."""
     best: dict[tuple[str, ...], Any] = {}
     for r in records:
         if r.unit in ("FLOP/s", "B/s"):

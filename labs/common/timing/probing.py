@@ -1,4 +1,4 @@
-"""Steps to time: matrix products, a convolution, a model's pass; and how to time them."""
+"""Steps to time (matrix products, a convolution, a model's pass), and ways to time them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Step = Callable[[], object]
 
 
 def supported(dtype: str, device: torch.device) -> bool:
-    """Whether `device` has this format: TF32 and BF16 need compute capability 8.0; a CPU core has no TF32.
+    """Return whether `device` supports this format: TF32 and BF16 need compute capability 8.0; CPUs have no TF32.
 
-    FP16 on a CPU always works and, without matrix units for it, crawls: that is worth seeing.
+    FP16 on a CPU always works but, without matrix units for it, crawls: that is worth seeing.
     """
     if device.type != "cuda":
         return dtype != "tf32"
@@ -31,12 +31,12 @@ def supported(dtype: str, device: torch.device) -> bool:
 
 
 def datasheet_peak(dtype: str, device: torch.device) -> Peak | None:
-    """Dense datasheet peak of the GPU this rank is on; None for a CPU or an unknown card."""
+    """Return the dense datasheet peak of this rank's GPU; None for a CPU or an unknown card."""
     return peak(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
 def block_s(step: Step, inner: int, device: torch.device) -> float:
-    """Seconds of `inner` calls of `step` back to back: on a GPU one's launch hides behind another."""
+    """Return seconds of `inner` calls of `step` back to back, where one GPU launch hides behind another."""
 
     def block() -> None:
         for _ in range(inner):
@@ -46,21 +46,21 @@ def block_s(step: Step, inner: int, device: torch.device) -> float:
 
 
 def inner_calls(step: Step, device: torch.device, target_s: float = 8e-3) -> int:
-    """How many calls of `step` fill about `target_s` seconds, so that the clock's own cost does not count."""
+    """Return how many calls of `step` take about `target_s` seconds, so that the clock's cost doesn't count."""
     fastest = min(measure.time_steps(step, 4, device)[1:])  # the first call may allocate or compile
     return max(1, min(1000, math.ceil(target_s / max(fastest, 1e-7))))
 
 
 def timed(step: Step, samples: int, device: torch.device) -> list[float]:
-    """`samples` times the mean seconds of one call of `step`, after a warm-up."""
+    """Return `samples` mean times per call of `step` in s, after a warm-up."""
     inner = inner_calls(step, device)
     return [block_s(step, inner, device) / inner for _ in range(samples)]
 
 
 def matmul_step(dtype: str, n: int, device: torch.device) -> Step:
-    """A product of two n x n matrices in `dtype`. TF32 is FP32 data with TF32 allowed inside the product.
+    """Return a product of two n x n matrices in `dtype`. TF32 is FP32 data with TF32 allowed inside the product.
 
-    Random values: a GPU draws less power, and so runs faster, on zeros.
+    Uses random values, because a GPU draws less power, and so runs faster, on zeros.
     """
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
     out = torch.empty_like(a)
@@ -75,7 +75,7 @@ def matmul_step(dtype: str, n: int, device: torch.device) -> Step:
 def matmul_sweep(
     dtype: str, sizes: tuple[int, ...], config: Any, device: torch.device
 ) -> Iterator[tuple[int, list[float]]]:
-    """(n, seconds per product) for each size, until the next one would take longer than config.budget_s."""
+    """Yield (n, seconds per product) for each size, until the next one would take longer than config.budget_s."""
     small = min(sizes[0], 128 if device.type == "cpu" else 1024)
     rate = matmul_work(small, 4).flop / timed(matmul_step(dtype, small, device), 1, device)[0]
     try:
@@ -86,13 +86,13 @@ def matmul_sweep(
             rate = matmul_work(n, 4).flop / statistics.median(seconds)
             yield n, seconds
     finally:
-        torch.set_float32_matmul_precision("highest")  # a process-wide switch: the next part wants FP32
+        torch.set_float32_matmul_precision("highest")  # process-wide: the next part needs FP32
 
 
 def convolution_step(device: torch.device, dtype: str = "fp32", images: int = 0) -> tuple[Step, float]:
-    """(step, FLOPs) of a 3x3 convolution, 64 to 64 channels on 32x32 images: 8 on a CPU core, 512 on a GPU.
+    """Return (step, FLOPs) of a 3x3 convolution, 64 to 64 channels on 32x32 images: 8 on a CPU core, 512 on a GPU.
 
-    FLOPs are those of the definition. An algorithm that needs fewer (Winograd) shows a higher rate.
+    FLOPs follow the definition. An algorithm that needs fewer (Winograd) shows a higher rate.
     """
     images = images or (8 if device.type == "cpu" else 512)
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # on by default: FP32 would silently be TF32
@@ -103,7 +103,7 @@ def convolution_step(device: torch.device, dtype: str = "fp32", images: int = 0)
 
 
 def training_step(workload: Workload, batch_size: int, device: torch.device) -> Step:
-    """Forward and backward pass of `workload`, without an optimizer, on one batch that is already on the device."""
+    """Return a forward and backward pass of `workload`, without an optimizer, on one batch already on the device."""
     torch.backends.cudnn.allow_tf32 = False
     module = workload.module.to(device)
     x, y = (t.to(device) for t in workload.make_batch(batch_size))

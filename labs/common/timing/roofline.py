@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating point operations, and bytes that cross the memory bus when nothing stays in a cache."""
+    """Floating point operations, and bytes that cross the memory bus if nothing stays in a cache."""
 
     flop: float
     bytes: float
     operators: int = 0
-    """Calls of operators that compute something (views do not): each costs the host time, whatever its size."""
+    """Calls of operators that compute something (not views): each costs host time, whatever its size."""
 
 
 def matmul_work(n: int, itemsize: int) -> Work:
-    """Product of two n x n matrices: n^2 sums of n products; each matrix read or written once."""
+    """Return the work of an n x n matrix product: n^2 sums of n products; each matrix is read or written once."""
     return Work(2 * n**3, 3 * n**2 * itemsize)
 
 
@@ -40,7 +40,7 @@ class Operator:
 
 
 def operators(step: Callable[[], Any]) -> list[Operator]:
-    """Every operator that `step()` calls, in order, as the device and code path that run it see it. Runs `step`.
+    """Run `step` and return every operator that it calls, in order, on this device and code path.
 
     FLOPs are those of matrix products, convolutions and attention (torch.utils.flop_counter). Bytes are an operator's
     inputs and outputs once each: what eager execution moves if no tensor stays in a cache. Views are left out.
@@ -52,15 +52,15 @@ def operators(step: Callable[[], Any]) -> list[Operator]:
 
 
 def count(step: Callable[[], Any]) -> Work:
-    """FLOPs, bytes and operators of `step()`, added up. On meta tensors nothing is computed."""
+    """Add up FLOPs, bytes and operators of `step()`. On meta tensors nothing is computed."""
     calls = operators(step)
     return Work(sum(c.flop for c in calls), sum(c.bytes for c in calls), len(calls))
 
 
 def training_step_work(workload: Workload, batch_size: int, device: str | torch.device = "meta") -> Work:
-    """`count` of one forward and backward pass of `workload` (no optimizer step).
+    """Return `count` of one forward and backward pass of `workload` (no optimizer step).
 
-    On the meta device nothing runs, but attention is not one fused operator there: bytes and operators are too many.
+    On the meta device nothing runs, but attention isn't one fused operator there, so bytes and operators are too high.
     """
     x, y = (t.to(device) for t in workload.make_batch(batch_size))
     module = workload.module.to(device)
@@ -68,7 +68,7 @@ def training_step_work(workload: Workload, batch_size: int, device: str | torch.
 
 
 class _Operators(TorchDispatchMode):
-    """Notes each operator that computes something; views move nothing, and empty tensors are not written."""
+    """Records each operator that computes something; views move nothing, and empty tensors aren't written."""
 
     FREE = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
 
@@ -90,7 +90,7 @@ CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def _flop(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    if func.name() == CPU_ATTENTION:  # torch's registry has the GPU's kernels alone
+    if func.name() == CPU_ATTENTION:  # torch's registry has only the GPU kernels
         return sdpa_flop_count(*(t.shape for t in args[:3]))
     if func.name() == f"{CPU_ATTENTION}_backward":
         return sdpa_backward_flop_count(*(t.shape for t in args[:4]))

@@ -1,4 +1,4 @@
-"""Small data sets that fill memory in workers, and the workers that are there."""
+"""Small data sets that fill workers' memory, and a list of running workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Held = Literal["list of str", "NumPy array"]
 
 
 class Items(Dataset):
-    """`count` items; what an item is, subclasses say."""
+    """`count` items; subclasses define an item."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -26,9 +26,9 @@ class Items(Dataset):
 
 
 class Objects(Items):
-    """`objects` paths, held in a list or an array; each item reads one of `parts` parts of them.
+    """`objects` paths in a list or an array; each item reads one of `parts` parts of them.
 
-    Item: private bytes of the process after that. Items 0 and 1 read nothing.
+    Item: the process's private bytes afterwards. Items 0 and 1 read nothing.
     """
 
     def __init__(self, parts: int, held: Held, objects: int) -> None:
@@ -45,7 +45,7 @@ class Objects(Items):
 
 
 class Blocks(Items):
-    """Item: `size` bytes, as int8 (size,)."""
+    """Each item is `size` bytes, int8 (size,)."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__(count)
@@ -56,7 +56,7 @@ class Blocks(Items):
 
 
 def workers_now() -> list[psutil.Process]:
-    """Living children of this process and of its fork server, without these helpers of multiprocessing."""
+    """Return living children of this process and of its fork server, without multiprocessing's helpers."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

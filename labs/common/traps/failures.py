@@ -6,11 +6,11 @@ import time
 import traceback
 
 WORDS = 200
-"""Longest text of an error in a record, in characters."""
+"""Maximum length of an error text in a record, in characters."""
 
 
 def words(error: BaseException) -> str:
-    """The one line that says it: of an error from a worker the last line, otherwise what torch says of the worker."""
+    """Return the decisive line: the last one of an error from a worker, otherwise what torch says about the worker."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if lines[0].startswith("Caught "):
         return lines[-1][:WORDS]
@@ -19,10 +19,10 @@ def words(error: BaseException) -> str:
 
 
 def loader_error(error: BaseException) -> str:
-    """torch's words, if `error` says that a worker died or took too long, otherwise nothing.
+    """Return torch's message if `error` says that a worker died or took too long; otherwise "".
 
-    The signal or exit code is in the cause. A connection that breaks is the first sign of a worker that dies while
-    its batch is on its way; torch raises why it died moments later, from its handler of SIGCHLD.
+    The signal or exit code is in the cause. If a worker dies while its batch is on its way, the first sign is a broken
+    connection; moments later, torch's SIGCHLD handler raises the reason.
     """
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader"):
         cause = str(error.__cause__ or "")

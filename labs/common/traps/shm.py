@@ -1,9 +1,9 @@
-"""A worker with little shared memory: batches travel from DataLoader workers to the trainer through /dev/shm.
+"""A worker with little shared memory: DataLoader workers send batches to the trainer through /dev/shm.
 
-When there is no room, torch raises since October 2025 (https://github.com/pytorch/pytorch/pull/161910). Older versions
-take the memory without asking whether it is there, and the worker dies of a bus error. Where the error is raised
-depends on collate_fn: torch's own makes the batch in shared memory, so the error travels as any other. Other batches
-are moved there by a thread of the worker's queue, which prints the error and drops the batch: the trainer waits.
+Without room, torch raises since October 2025 (https://github.com/pytorch/pytorch/pull/161910). Older versions take the
+memory without checking, and the worker dies of a bus error. The place of the error depends on collate_fn. torch's
+default makes the batch in shared memory, so the error travels like any other. Other batches are moved there by a thread
+of the worker's queue, which prints the error and drops the batch, so the trainer waits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 
 class SmallSharedMemory:
-    """worker_init_fn: leaves the worker `size` bytes of shared memory, and sends what it prints to the file `log`.
+    """A worker_init_fn: limits the worker to `size` bytes of shared memory, and sends its output to the file `log`.
 
-    With the right to mount, /dev/shm becomes a file system of that size that only this worker sees. Without it, no
-    file may be larger. Both are as when a container's /dev/shm is full (64 MB, where Docker is not told otherwise).
+    With permission to mount, /dev/shm becomes a file system of that size, visible only to this worker. Without it, no
+    file may be larger. Both imitate a full /dev/shm in a container (Docker's default is 64 MB).
     """
 
     def __init__(self, size: int, log: Path) -> None:
@@ -45,7 +45,7 @@ class SmallSharedMemory:
 
 
 def _mount_small_shm(size: int) -> None:
-    """OSError if this is not allowed. Nothing outside of this process changes."""
+    """Mount a small /dev/shm for this process only. OSError if this is not allowed."""
     new_mounts, new_users, private_all = 0x20000, 0x10000000, 0x44000  # CLONE_NEWNS, CLONE_NEWUSER, MS_REC | MS_PRIVATE
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,7 +55,7 @@ def _mount_small_shm(size: int) -> None:
 
     try:
         check(libc.unshare(new_mounts))
-    except OSError:  # not root: root of a name space of its own, where that is allowed
+    except OSError:  # not root: become root of a new user namespace, if allowed
         uid, gid = os.getuid(), os.getgid()
         check(libc.unshare(new_mounts | new_users))
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
@@ -65,5 +65,5 @@ def _mount_small_shm(size: int) -> None:
 
 
 def in_flight_bytes(workers: int, prefetch_factor: int, batch_bytes: int) -> int:
-    """Most bytes of shared memory that batches take: all prefetched ones, one handed over and one in use."""
+    """Return the most bytes of shared memory that batches take: all prefetched ones, one in transit and one in use."""
     return (workers * prefetch_factor + 2) * batch_bytes if workers else 0
