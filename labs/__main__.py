@@ -68,7 +68,7 @@ def main() -> None:
     known = list(experiments())
     if name in ("-h", "--help"):
         with closed_pipe_is_no_error():
-            print("\n".join([*table(rows()), "", f"{PROG} NAME --help tells the options of one"]))
+            print("\n".join([*table(rows()), "", f"{PROG} NAME --help shows an experiment's options"]))
         return
     if name not in known:
         fail(PROG, f"there is no experiment {name!r}: {did_you_mean(name, known)}{PROG} lists them all")

@@ -49,7 +49,7 @@ class Config:
 
 def check_layout(config: Config, world_size: int) -> None:
     """Raise BadInput for a single rank."""
-    require(world_size >= 2, "one rank has nobody to talk to: use nproc=2")
+    require(world_size >= 2, "an all-reduce needs at least two ranks: use nproc=2")
 
 
 def collectives(config: Config, rank: Rank) -> dict[str, tuple[str, Callable[[], object]]]:

@@ -56,7 +56,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(min(self.rows, default=0) >= 1, f"rows must hold positive numbers, not {self.rows}")
-        require(len({*self.rows}) == len(self.rows), "rows must be different: each is a case of its own")
+        require(len({*self.rows}) == len(self.rows), "rows must not repeat: each one is a separate case")
 
 
 def trained(config: Config, rank: Rank, steps: int) -> models.Workload:
@@ -182,7 +182,7 @@ def answer(records: Records) -> Iterator[str]:
     found = errors(records)
     for tokens in sorted({tokens for tokens, _ in found}):
         said = ", ".join(f"{way} {100 * found[tokens, way]:.2g} %" for way in WAYS)
-        yield f"A batch of {tokens:,} tokens: the gradient differs from FP32's by this much: {said}."
+        yield f"Gradient error relative to FP32 with {tokens:,} tokens: {said}."
     plain, (apart, spread) = records.where("held_out_loss", way=UNSCALED)[0], short_runs(records)
     yield (
         f"{plain.case['steps']} steps with {plain.case['tokens']} tokens each: FP16 without a scaler and FP32 end at "

@@ -49,7 +49,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require(len(self.batches) > 0 and min(self.batches) >= 1, "batches must hold positive numbers")
-        require(len(set(self.batches)) == len(self.batches), "batches must be different: each is a point of the curve")
+        require(
+            len(set(self.batches)) == len(self.batches), "batches must not repeat: each one is a point on the curve"
+        )
         models.require_known(self.model)
 
 
@@ -148,7 +150,7 @@ def answer(run: Records) -> Iterator[str]:
     if won := [batch for batch, ratio in found.items() if ratio.low > 1]:
         yield f"{run[0].layout['world_size']} ranks train faster than one from a batch of {won[0]} per rank."
     elif found:
-        yield "DDP wins with none of these batches."
+        yield "DDP doesn't win at any of these batch sizes."
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def main(args: list[str] | None = None) -> int:
     told = {path.name: verdict(path) for path in paths}
     good = [name for name, said in told.items() if said.startswith("good")]
     if not paths:
-        print(f"no checkpoints in {folder}: their names are step-00000000.pt and so on")
+        print(f"no checkpoints in {folder}: expected names such as step-00000000.pt")
     else:
         last = good[-1] if good else "none"
-        print(f"{len(good)} of {len(told)} checkpoints are good; a training would resume from: {last}")
+        print(f"{len(good)} of {len(told)} checkpoints are good; a run would resume from {last}")
     for name, said in told.items():
         print(f"{name}  {said}")
     return 0 if good and good[-1] == paths[-1].name else 1

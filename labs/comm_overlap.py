@@ -65,7 +65,7 @@ class Config:
 
     def __post_init__(self) -> None:
         good = all(0 < mb < float("inf") for mb in self.bucket_mb) and len(set(self.bucket_mb)) == len(self.bucket_mb)
-        require(good, f"bucket_mb must hold different positive sizes, not {self.bucket_mb}")
+        require(good, f"bucket_mb must contain distinct positive sizes, not {self.bucket_mb}")
 
 
 def perceptron(config: Config) -> nn.Module:

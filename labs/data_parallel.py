@@ -118,7 +118,7 @@ def answer(records: Records) -> Iterator[str]:
     """Yield the speedup, the machine's limit, and the time of an all-reduce."""
     n = records[0].layout["world_size"]
     if n == 1:
-        yield "One rank has no other to share its work with. A speedup needs two."
+        yield "A speedup needs at least two ranks."
         return
     ceiling, share = speedup(records, "copies"), speedup(records, "ddp", "copies")
     yield f"DDP on {n} ranks trains {speedup(records)} as many samples per second as one rank."

@@ -113,9 +113,9 @@ def answer(run: Records) -> Iterator[str]:
     """Yield, for each model, whether it has the same gradient."""
     found = list(errors(run))
     if not found:
-        yield "Only FP32 and FP64 together tell rounding from another computation: pass --dtypes float32 float64."
+        yield "Run both FP32 and FP64 to separate rounding from a real difference: pass --dtypes float32 float64."
     for model, synced, fp32, fp64 in found:
-        same = "the whole batch's gradient, rounded" if is_rounding(fp32, fp64) else "another gradient"
+        same = "same gradient as one process, up to rounding" if is_rounding(fp32, fp64) else "a different gradient"
         name = model + (" with SyncBatchNorm" if synced else "")
         yield f"{name}: {same}. Its relative error is {fp32:.1e} in FP32 and {fp64:.1e} in FP64."
 

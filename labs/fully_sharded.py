@@ -217,7 +217,7 @@ def answer(records: Records) -> Iterator[str]:
         step = {way: records.one("step_s", way=way).samples for way in ("fsdp", "ddp")}
         yield f"A step takes {measure.paired_ratio(step['fsdp'], step['ddp'])} as long as with DDP."
     worst = max(r.value for r in records.where("gradient_relative_error"))
-    yield f"In FP64 all gradients are those of one process within {worst:.0e}."
+    yield f"In FP64, all gradients match one process within {worst:.0e}."
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Config:
     """Use 1,000 paths, and only fork."""
 
     def __post_init__(self) -> None:
-        require(bool(self.held and self.methods), "held and methods must each name something")
+        require(bool(self.held and self.methods), "held and methods must not be empty")
 
 
 def check_layout(config: Config, world_size: int) -> None:

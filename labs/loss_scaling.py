@@ -63,7 +63,7 @@ class Config:
     """Has no effect: the run is short anyway."""
 
     def __post_init__(self) -> None:
-        require(self.cases[:1] == ("right",), "cases must begin with right: the others are compared with it")
+        require(self.cases[:1] == ("right",), "cases must start with right: it is the baseline")
 
 
 def perceptron() -> nn.Module:

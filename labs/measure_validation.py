@@ -187,7 +187,7 @@ def answer(run: Records) -> Iterator[str]:
     """Yield what another program does to the same code, and how many pairs find 5 %."""
     if run.where("step_s", part="neighbour"):
         for order, ratio in same_code(run).items():
-            yield f"Another program arrives halfway, the same code {order}: {ratio}."
+            yield f"With another program from halfway on, B / A of the same code, measured {order}: {ratio}."
     if run.where("found"):
         for arm in [*ARMS][1:]:
             shares = ", ".join(f"{pairs} pairs: {100 * s.value:.0f} %" for pairs, s in detection(run, arm).items())

@@ -59,7 +59,7 @@ class Config:
     """Use short sequences, without recomputation."""
 
     def __post_init__(self) -> None:
-        require(len(self.policies) > 0, "policies must name one at least, such as none")
+        require(len(self.policies) > 0, "policies must contain at least one policy, such as none")
         require(self.memory_gb is None or self.memory_gb > 0, f"memory_gb must be above 0, not {self.memory_gb}")
         models.require_known(self.model, besides=(BERT,))
         if self.model == BERT and self.tokens > 512:

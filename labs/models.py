@@ -41,7 +41,7 @@ def main(args: list[str] | None = None) -> None:
         fail(PROG, str(e))
     parameters = sum(p.numel() for p in workload.module.parameters())
     x, y = workload.make_batch(2)
-    print(f"{name} can be trained: {parameters:,} parameters, {gradient_bytes(workload.module):,} bytes of gradients")
+    print(f"{name} is trainable: {parameters:,} parameters, {gradient_bytes(workload.module):,} bytes of gradients")
     print(f"two rows: inputs {tuple(x.shape)} of {x.dtype}, targets {tuple(y.shape)} of {y.dtype}")
 
 

@@ -61,7 +61,7 @@ class Config:
 
     def __post_init__(self) -> None:
         models.require_known(self.model)
-        require(1 in self.micro_batches, "micro_batches must hold 1, the naive split")
+        require(1 in self.micro_batches, "micro_batches must include 1, the naive split")
         require(self.compare in self.micro_batches, f"compare, {self.compare}, must be one of the micro_batches")
         for m in self.micro_batches:
             require(
@@ -292,7 +292,7 @@ def answer(records: Records) -> Iterator[str]:
     gpipe, ours = (records.one("kept_bytes", schedule=s, micro_batches=most, stage=0).value for s in ("gpipe", "1f1b"))
     yield f"With {most} micro-batches, rank 0 keeps {gpipe / 1e6:.1f} MB with GPipe and {ours / 1e6:.1f} MB with 1F1B."
     worst = max(r.value for r in records.where("gradient_relative_error"))
-    yield f"In FP64 all gradients are those of one process within {worst:.0e}."
+    yield f"In FP64, all gradients match one process within {worst:.0e}."
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def one_answer(config: Config, rung: str, device: torch.device) -> float:
         try:
             answer = receiver.recv()
         except EOFError:
-            answer = "its process died without a word"
+            answer = "its process died without a message"
     if isinstance(answer, str):
         raise RuntimeError(f"the loop ({rung}) failed: {answer}")
     return answer
@@ -338,7 +338,7 @@ def answer(run: Records) -> Iterator[str]:
     """Yield how wrong the loop is, and the step's time, throughput and MFU."""
     if run.where("answer_s"):
         found = ", ".join(f"{rung}: {ratio}" for rung, ratio in over_repaired(run).items())
-        yield f"The loop's answer over the repaired one's, one more fault repaired each time: {found}."
+        yield f"The loop's result over the fully fixed one, fixing one more fault each time: {found}."
     for r in run.where("seen_share"):
         yield f"Without a wait at the end, {r.case['way']}: the clock sees {100 * r.value:.0f} % of the time."
     train, ranks = run.one("step_s", mode="train"), run[0].layout["world_size"]

@@ -135,7 +135,7 @@ def answer(run: Records) -> Iterator[str]:
         worst = min(slow, key=lambda job: speed[job].value)
         yield f"As busy, with under a tenth of its speed: {', '.join(slow)}; {worst} reaches {speed[worst]}."
     else:
-        yield "No job that looked as busy was slower than a tenth of it."
+        yield "No job that looked as busy ran below a tenth of its speed."
     wait = busy["waiting for data"]
     seen = "shows" if wait.high < 0.9 * busy[first].low else "does not show"
     yield f"A planted wait for data {seen}: busy {wait}."

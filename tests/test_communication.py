@@ -446,7 +446,7 @@ def test_with_two_gpus_the_notebook_reads_its_own_log(capsys):
         ("slow_link", {"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ("gradient_compression", {"parts": ("speed",)}, "parts must be some of bytes, time, loss"),
         ("gradient_compression", {"share": 1.0}, "share must be less than 1"),
-        ("comm_overlap", {"bucket_mb": (0.0,)}, "bucket_mb must hold different positive sizes"),
+        ("comm_overlap", {"bucket_mb": (0.0,)}, "bucket_mb must contain distinct positive sizes"),
         ("all_reduce_bytes", {"megabytes": 0}, "megabytes must be at least 1, not 0"),
         ("all_reduce_bytes", {"by_hand": "nowhere:f"}, "by_hand 'nowhere:f' cannot be imported"),
     ],

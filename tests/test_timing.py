@@ -150,7 +150,11 @@ def endless():
 
 @pytest.mark.parametrize(
     ("factory", "words"),
-    [("broken", "RuntimeError: no such loss$"), ("lost", "died without an error message"), ("endless", "no answer within 0.5 s")],
+    [
+        ("broken", "RuntimeError: no such loss$"),
+        ("lost", "died without an error message"),
+        ("endless", "no answer within 0.5 s"),
+    ],
 )
 def test_what_goes_wrong_in_a_process_is_one_line_and_leaves_none(factory, words, monkeypatch):
     monkeypatch.setattr(timing, "ANSWER_WITHIN_S", 0.5 if factory == "endless" else 60.0)

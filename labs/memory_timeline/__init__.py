@@ -72,7 +72,7 @@ def check_layout(config: Config, world_size: int) -> None:
 def _loop(name: str) -> memory_steps.Loop:
     found = leaks.LOOPS[name] if name in COURSE else imported(name, "loops")
     if not callable(found):
-        raise BadInput(f"loops: {name} is no function that takes a job and yields after each step")
+        raise BadInput(f"loops: {name} must be a function that takes a job and yields after each step")
     return found
 
 
@@ -139,7 +139,7 @@ def answer(run: Records) -> Iterator[str]:
         )
         for r in run.where("held_share", loop=loop):
             inner = "" if r.case["inner"] == r.case["line"] else f" (innermost line: {r.case['inner']})"
-            yield f"{100 * r.value:.0f} % of what is left was made in {r.case['line']}: {r.case['code']}{inner}."
+            yield f"{100 * r.value:.0f} % of what is left comes from {r.case['line']}: {r.case['code']}{inner}."
         for r in run.where("expected_growth_bytes", loop=loop):
             equal = "the same" if r.value == sum(grown.values()) else "not the same"
             yield f"Counted without the tracker, a step should leave {r.value:,.0f} bytes: {equal}."

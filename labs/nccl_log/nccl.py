@@ -106,7 +106,7 @@ def read(lines: Iterable[str]) -> Log:
             log.known += _take(found["text"].rstrip(), log) or found["level"] == "WARN"
     require(
         log.lines > 0 or bool(log.version),
-        "no line of NCCL's is in it: start the job with NCCL_DEBUG=INFO and "
+        "it contains no NCCL lines: start the job with NCCL_DEBUG=INFO and "
         "keep what it prints, or let NCCL write it with NCCL_DEBUG_FILE=nccl-%h-%p.log",
     )
     return log
@@ -211,7 +211,7 @@ def in_words(log: Log) -> Iterator[str]:
     for text, n in log.warnings.most_common(3):
         yield f"Warned{f' {n} times' if n > 1 else ''}: {text}"
     if log.lines and log.known < log.lines:
-        yield f"{log.lines - log.known} of {log.lines} lines of NCCL's were not understood."
+        yield f"{log.lines - log.known} of {log.lines} NCCL lines were not understood."
 
 
 def _choices(log: Log) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
 from labs.common.tensors import nbytes
 
-EMULATED = "The wire is acted out: each exchange waits as long as the ring's formula says, no byte is held back."
+EMULATED = "The slow network is emulated: each exchange waits as long as the ring's formula says; no byte is held back."
 
 
 @dataclass

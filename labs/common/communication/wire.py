@@ -154,7 +154,7 @@ def require_tcp(rank: Rank) -> None:
 
 def require_wire(world_size: int, otherwise: str = "") -> None:
     """Raise BadInput for a single rank; `otherwise` says what else to do about it."""
-    require(world_size >= 2, f"one rank has no wire to pace: use nproc=2{otherwise}")
+    require(world_size >= 2, f"slowing the network needs at least two ranks: use nproc=2{otherwise}")
 
 
 def how(rank: Rank, delayed: bool = False) -> Iterator[Record]:
