@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from labs.doctor.step_timeout import FIRST_S, LEAST_S, TIMES_LONGEST, StepTimeout
 from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs.doctor import __main__ as doctor
 from labs.doctor import profile as doctor_profile
 from labs.doctor import report, supervisor
 from labs.doctor.counterfactuals import MODES
-from labs.doctor.step_timeout import FIRST_S, LEAST_S, TIMES_LONGEST, StepTimeout
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250

@@ -207,24 +207,6 @@ def _accumulation(clock):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocast_within_a_models_own_forward_is_seen(enabled):
-    """As accelerate has it. Around the loss alone it is not the model's."""
-
-    def training():
-        model = nn.Linear(3, 3)
-        model.forward = torch.autocast("cpu", torch.bfloat16, enabled=enabled)(model.forward)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        while True:
-            output = model(torch.ones(2, 3)).float()
-            with torch.autocast("cpu", torch.float16):
-                output.sum().backward()
-            optimizer.step()
-
-    _, hooks = seconds_of_steps(training)
-    assert hooks.precision == ({"autocast": "bfloat16"} if enabled else {})
-
-
 @pytest.mark.parametrize(
     ("training", "expected"),
     [

@@ -367,14 +367,13 @@ class Hooks:
                 return function(iterator)
             training = loader in self.training
             if self.same_batch and training and loader in self._batches:
-                # In new lists and dicts: a script may take things out of them
-                batch = _compat.tree_map(lambda leaf: leaf, self._batches[loader][0])
+                batch = _new_containers(self._batches[loader][0])
             else:
                 batch = self._timed(self._kind_of(loader), function, (iterator,), {})
                 if training:
                     if before := self._batches.get(loader):
                         self.writes_batches = self.writes_batches or self._versions(before[0]) != before[1]
-                    self._batches[loader] = batch, self._versions(batch)
+                    self._batches[loader] = _new_containers(batch), self._versions(batch)
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
             if loader is self.loader:
                 self._in_batches += length(batch, self.torch.Tensor)
@@ -632,6 +631,11 @@ def length(batch: Any, tensor: type) -> int:
         return len(batch) if batch.dim() else 0
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
     return next((n for n in (length(value, tensor) for value in values) if n), 0)
+
+
+def _new_containers(batch: Any) -> Any:
+    """The same tensors in new lists and dicts: a script may take things out of these."""
+    return _compat.tree_map(lambda leaf: leaf, batch)
 
 
 def _callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:

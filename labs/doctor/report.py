@@ -198,9 +198,7 @@ def machine_and_method(report: Report) -> Iterator[str]:
     place = [p.get("cpu") or "unknown processor", *map(str, p.get("gpus") or []), f"torch {p.get('torch', '?')}"]
     yield f"{', '.join(place)}, {str(p.get('utc', ''))[:16].replace('T', ' ')} UTC"
     rounds = [len(gains.pairs_s(report.seen, name)) for name in f.interleaved_s if name != AS_IS]
-    turns = f", then {len(rounds)} other ways to take a step in turn with it, {min(rounds)} rounds or more" * bool(
-        rounds
-    )
+    turns = f", then {len(rounds)} other ways in turn with it, {min(rounds)} rounds or more" if rounds else ""
     yield (
         f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. An estimated gain is the median over "
         "rounds of as it is / without that part, or with the fix; its intervals together hold the truth in 95 % of "
