@@ -35,9 +35,7 @@ def made(
             "dtypes": ["float32"],
             "optimizers": ["AdamW"],
         },
-        "memory": {"parameters": 4e6, "gradients": 4e6, "optimizer": 8e6, "peak": 3e8},
         "machine": {"cores": 2, "threads": 1},
-        "cost": {"calls": 20.0, "call_s": 1e-6, "looks_s": 0.0},
     }
     return Profile(
         script,

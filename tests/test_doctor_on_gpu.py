@@ -92,7 +92,7 @@ def test_no_time_of_the_host_is_priced_by_arithmetic(kind):
 
 
 def test_the_picture_of_a_step_is_the_devices():
-    profile = gpu(step_s=0.004, device_s={"forward": 0.001, "backward": 0.0015, "optimizer": 0.0005})
+    profile = gpu(step_s=0.004, device_s={"forward": [0.001], "backward": [0.0015], "optimizer": [0.0005]})
     rows = {kind: share for kind, _, _, share in report.parts(profile)}
     assert rows == pytest.approx({"forward": 0.25, "backward": 0.375, "optimizer": 0.125, "idle": 0.25}, rel=0.02)
     page = report.page(report.make([profile]), everything=True)
@@ -101,13 +101,13 @@ def test_the_picture_of_a_step_is_the_devices():
 
 @pytest.mark.parametrize(("forward_s", "starved"), [(0.02, True), (0.045, False)])
 def test_python_is_called_too_slow_only_where_the_gpu_waits_for_it(forward_s, starved):
-    found = [(f.name, f.kind) for f in find([gpu(device_s={"forward": forward_s})])]
-    assert found == [("python_overhead", UNPRICED)] * starved
+    found = [f.name for f in find([gpu(device_s={"forward": [forward_s]})])]
+    assert ("python_overhead" in found) == starved
 
 
 def test_copies_are_named_by_the_gpus_clock_and_without_a_price():
     lines = [Line("copy", "to", "/x/train.py", 4, "x = x.to(device)", 1.0, 9.0)]
-    [found] = find([gpu(device_s={"copy": 0.02, "forward": 0.03}, lines=lines)])
+    [found] = find([gpu(device_s={"copy": [0.02], "forward": [0.03]}, lines=lines)])
     assert (found.name, found.kind, found.gain) == ("copies", UNPRICED, None) and found.line == "train.py:4"
 
 

@@ -26,13 +26,12 @@ import sys
 import time
 import typing
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from labs.doctor import static_rules, supervisor
 from labs.doctor.profile import Profile
 from labs.doctor.static_rules import Match
-from labs.doctor.supervisor import FIRST_S, LEAST_S, TIMES_LONGEST, Order
+from labs.doctor.supervisor import FIRST_S, LEAST_S, TIMES_LONGEST
 from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, naming, require
@@ -43,18 +42,8 @@ MOST_STEPS = 10_000
 MOST_COPIED = 1 << 30  # Bytes
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """By the command line."""
-
-    order: Order
-    out: Path
-    compare: Path | None
-    everything: bool = False
-
-
-def options(args: list[str]) -> Wanted:
-    """BadInput for what cannot work, before anything starts."""
+def options(args: list[str]) -> argparse.Namespace:
+    """With argv and module of the script. BadInput for what cannot work, before anything starts."""
     parser = argparse.ArgumentParser(
         PROG,
         f"{PROG} [options] train.py ...",
@@ -73,28 +62,24 @@ def options(args: list[str]) -> Wanted:
     add("--copy", action="store_true", help="run a copy of this folder: what the script writes below it is removed")
     add("--all", action="store_true", help="print all findings, and what is fine or not known")
     add("--show-output", action="store_true", help="print what the script prints")
-    given, argv, module = as_main.parse(parser, args)
+    given, given.argv, given.module = as_main.parse(parser, args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     for name, least in (("seconds", 0), ("timeout", 1)):
         value = getattr(given, name)
         require(value is None or least <= value < float("inf"), f"--{name} must be a number from {least} on")
-    _check_script(Path(argv[0]))
-    _check_out(given.out)
+    script, given.out = Path(given.argv[0]), given.out.absolute()
+    require(script.is_file() and os.access(script, os.R_OK), f"there is no script {script} that can be read")
+    require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")
+    there = next(p for p in (given.out, *given.out.parents) if p.exists())
+    require(there.is_dir() and os.access(there, os.W_OK), f"--out: cannot write to a folder {there}")
     if given.compare is not None:
         from labs.doctor import report  # imports torch
 
         with naming("--compare"):
             report.load(given.compare)
     if given.copy:
-        argv[0] = _script_below(Path.cwd(), argv[0])
-    order = Order(argv, given.steps, given.seconds, given.timeout, given.copy, given.show_output, module)
-    return Wanted(order, given.out.absolute(), given.compare, given.all)
-
-
-def _check_script(script: Path) -> None:
-    require(script.is_file(), f"there is no script {script}")
-    require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")
-    require(os.access(script, os.R_OK), f"cannot read {script}")
+        given.argv[0] = _script_below(Path.cwd(), given.argv[0])
+    return given
 
 
 def _script_below(folder: Path, script: str) -> str:
@@ -109,11 +94,6 @@ def _script_below(folder: Path, script: str) -> str:
     return path
 
 
-def _check_out(out: Path) -> None:
-    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    require(there.is_dir() and os.access(there, os.W_OK), f"--out: cannot write to a folder {there}")
-
-
 def _refuse(message: str) -> typing.NoReturn:
     """By one rank of each machine."""
     with suppress(BadInput):
@@ -123,18 +103,18 @@ def _refuse(message: str) -> typing.NoReturn:
     fail(PROG, message)
 
 
-def print_report(profiles: list[Profile], wanted: Wanted, machine: int, matches: list[Match]) -> None:
+def print_report(profiles: list[Profile], given: argparse.Namespace, machine: int, matches: list[Match]) -> None:
     """Print the page, and write the report."""
     from labs.doctor import compare, report
 
     found = report.make(profiles, matches)
-    out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
+    out = given.out if machine == 0 else given.out.with_name(f"{given.out.name}-machine-{machine}")
     if len(profiles) == 1 and (rank := report.group_of(profiles[0])[0]) != profiles[0].rank:  # only the script knows it
-        out = wanted.out.with_name(f"{wanted.out.name}-rank-{rank}")
-    lines = [report.page(found, wanted.everything), *last_words(profiles)]
-    if wanted.compare is not None:
+        out = given.out.with_name(f"{given.out.name}-rank-{rank}")
+    lines = [report.page(found, given.all), *last_words(profiles)]
+    if given.compare is not None:
         try:
-            lines.append(compare.page(report.load(wanted.compare), found))
+            lines.append(compare.page(report.load(given.compare), found))
         except BadInput as e:
             lines.append(f"not compared: {e}")
     try:  # before it is printed: who reads that may leave early
@@ -151,20 +131,16 @@ def last_words(profiles: list[Profile]) -> list[str]:
     for f in profiles:
         if f.output:
             lines += [f"LAST LINES OF ITS OUTPUT (RANK {f.rank})", *(f"  {line}" for line in f.output), ""]
-    if any("EOFError" in f.error for f in profiles):
-        lines += [f"It has no terminal and no keyboard here: echo ANSWER | {PROG} ...", ""]
     return lines
 
 
 def main() -> None:
     """Check, run the script, report."""
     try:
-        wanted, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
+        given, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
         # Before the run: what goes wrong in it costs no measurement, and the script is as the run will find it
-        matches = [] if place.local_rank else static_rules.check(Path(wanted.order.argv[0]))
-        profiles = supervisor.examine(
-            wanted.order, place, lambda found: print_report(found, wanted, place.machine, matches)
-        )
+        matches = [] if place.local_rank else static_rules.check(Path(given.argv[0]))
+        profiles = supervisor.examine(given, place, lambda found: print_report(found, given, place.machine, matches))
     except BadInput as e:
         _refuse(str(e))
     sys.exit(0 if any(f.step_s for f in profiles) else 1)

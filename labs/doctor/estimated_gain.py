@@ -64,17 +64,12 @@ def pairs_s(ranks: Sequence[Profile], mode: str) -> list[tuple[float, float]]:
 
 
 def ratios_of(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> list[float]:
-    """As it is / mode, per sample, in each round. `more_s`: what a step with the fix takes besides.
-
-    A larger batch is one that was loaded already, given twice: a real one waits for its data as often as it is larger.
-    """
-    factor = ranks[0].samples_factor.get(mode, 1.0)
-    more_s += (factor - 1) * max(part_s(f, "data") for f in ranks) if factor > 1 else 0.0
-    return [factor * a / (b + more_s) for a, b in pairs_s(ranks, mode) if b > 0]
+    """As it is / mode, in each round. `more_s`: what a step with the fix takes besides."""
+    return [a / (b + more_s) for a, b in pairs_s(ranks, mode) if b > 0]
 
 
 def interleaved(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> Estimate | None:
-    """How many times as fast, per sample: median over rounds of as it is / mode. None if it wasn't tried."""
+    """How many times as fast: median over rounds of as it is / mode. None if it wasn't tried."""
     ratios = ratios_of(ranks, mode, more_s)
     return of_ratios(ratios, looks(ranks)) if ratios else None
 

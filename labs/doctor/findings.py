@@ -32,7 +32,6 @@ from labs.doctor.bottlenecks import (
 )
 from labs.doctor.estimated_gain import part_s, standing
 from labs.doctor.probes import merge
-from labs.doctor.profile import KINDS as SPANS
 from labs.doctor.profile import Line, Profile, not_reached, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate
 
@@ -45,18 +44,15 @@ SLOW_FROM = 1.15  # A fix that gives less is an option, for a healthy script as 
 ROWS_FROM, ROWS_FROM_ON_GPU, FASTER_BY_BATCH = 1.25, 1.5, 2.0
 """Rows of small tensors cost the host a little: only such gains are a fault. By the batch is so many times as fast."""
 PARTS_SURE = 1.20  # A gain by arithmetic that stands in for one that noise has made useless
-MOSTLY_FIXED = 0.75  # Batches are tiny if this share of a step doesn't depend on their size
 SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
 """Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code as well: only more than this is reported."""
-ALONE = [kind for kind in SPANS if kind not in ("backward", "exchange", "synchronise")]  # Where no rank waits
 IDLE_FROM = 0.3  # Of a GPU's step: then Python is too slow for it
 LONG_TRAINING = 1e6  # Steps: memory that lasts longer than that may grow
 ONE_IN_TWO, OF_TENSORS = 0.5, 0.2
 """Tensors more in each step, and their share in memory's growth: a loss that is kept is one, with its graph."""
 GOES_ON = 3  # Steps that compile, spread over half of those that were measured: fewer of them end
-COST_SAID = 0.03
 NOT_DETECTED = "whether data, labels, loss and model are the right ones, and what comes later than these steps"
 
 
@@ -89,7 +85,7 @@ def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Fin
         for f in merge([p.probes for p in profiles])
     ]
     for m in matches:
-        where = f"{os.path.basename(m.file)}:{m.line}  {m.code}" if m.line else os.path.basename(m.file)
+        where = f"{os.path.basename(m.file)}:{m.line}  {m.code}"
         found.append(Finding(m.rule, m.what, None, where, m.fix, m.notebook, BY_READING, m.kind))
     found += [_for_its_trainer(f, ranks[0]) for f in _slow(ranks)] if ranks else []
     return sorted(found, key=_severity)
@@ -143,10 +139,10 @@ def prices(ranks: Sequence[Profile]) -> Iterator[Price]:
         by_turns = gains.enough(gain) and bottleneck.part not in rare_kinds(most)
         if by_turns and standing(gain) != "gain" and parted is not None:
             by_turns = standing(parted, PARTS_SURE) != "gain"  # as of a script's own collectives, or in much noise
-        if by_turns or (gain is not None and parted is None):
-            yield Price(bottleneck, gain, INTERLEAVED, most)
-        elif parted is not None and part_s(most, bottleneck.part):
+        if not by_turns and parted is not None and part_s(most, bottleneck.part):
             yield Price(bottleneck, parted, FROM_PARTS, most)
+        elif gain is not None:
+            yield Price(bottleneck, gain, INTERLEAVED, most)
 
 
 def _by_batch_s(profile: Profile) -> float:
@@ -160,8 +156,8 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
     priced = list(prices(ranks))
     for price in priced:
         if price.standing == "gain":
-            kind, fixed = OPTION if _is_an_option(price) else SLOW, round(100 * _fixed(price.gain, price.profile))
-            yield _finding(price.bottleneck, price.profile, ranks, price.gain, price.by, kind, fixed=fixed)
+            kind = OPTION if _is_an_option(price) else SLOW
+            yield _finding(price.bottleneck, price.profile, ranks, price.gain, price.by, kind)
     known = {price.bottleneck.name for price in priced if price.standing != "unclear"}
     yield from _switched_on(ranks, known)
     yield from _restarts(ranks)
@@ -173,23 +169,10 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _is_an_option(price: Price) -> bool:
-    """Whether a healthy script may have it as well."""
-    name, profile = price.bottleneck.name, price.profile
-    return {
-        "half_precision": True,
-        "threads": not oversubscribed(profile),
-        # The price of ranks that train one model, be it high: larger batches lower it
-        "exchange": price.by == INTERLEAVED and not needless_exchange(profile),
-        # Threads and the exchange cost each step as much, whatever its size
-        "tiny_batches": oversubscribed(profile) or profile.ranks > 1 or _fixed(price.gain, profile) < MOSTLY_FIXED,
-        "rows_one_by_one": price.gain.value < (ROWS_FROM if profile.device == "cpu" else ROWS_FROM_ON_GPU),
-    }.get(name, False)
-
-
-def _fixed(gain: Estimate, profile: Profile) -> float:
-    """Share of a step that doesn't depend on the batch: t(k B) = fixed + k rest."""
-    factor = profile.samples_factor.get("larger batch", 1.0)
-    return (factor - factor / gain.value) / (factor - 1) if factor > 1 else 0.0
+    """Whether a healthy script may have it: rows of a small model, and the price of ranks that train one model."""
+    rows = price.gain.value < (ROWS_FROM if price.profile.device == "cpu" else ROWS_FROM_ON_GPU)
+    exchange = price.by == INTERLEAVED and not needless_exchange(price.profile)
+    return {"rows_one_by_one": rows, "exchange": exchange}.get(price.bottleneck.name, False)
 
 
 def _finding(
@@ -215,7 +198,6 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
     exposed = statistics.median([a - b for a, b in pairs]) if pairs else 0.0
     return {
         "part": ms(statistics.fmean(gains.lost_s(of, part) or [0.0])),
-        "half": of.training.get("half", "bfloat16"),
         "calls": f"{sum(n.calls for n in of.lines if n.kind == part):.3g}",
         "idle": round(100 * idle_share(of)),
         "often": f"{round(share_of_steps(of, part) * len(of.step_s))} of {len(of.step_s)} steps",
@@ -231,8 +213,6 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
         "cores": cores,
         "fair_threads": max(1, cores // max(1, of.local_ranks)),
         "local_ranks": of.local_ranks,
-        "factor": of.samples_factor.get("larger batch", 1.0),
-        "device": of.device,
         "rank": of.rank,
         "steps": len(of.step_s),
     }
@@ -240,7 +220,7 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
 
 def idle_share(profile: Profile) -> float:
     """Of a GPU's step, what is none of its own parts; 0 on other devices."""
-    busy = sum(profile.device_s.values())
+    busy = sum(s for [s] in profile.device_s.values())
     return max(0.0, 1 - busy / statistics.fmean(profile.step_s)) if busy else 0.0
 
 
@@ -248,7 +228,7 @@ def needless_exchange(profile: Profile) -> bool:
     """Whether DDP exchanges more often, or in smaller pieces, than it has to. Some of what it must do nothing hides."""
     of = profile.training
     bucket = of.get("bucket_bytes") or math.inf
-    small = bucket < SMALL_BUCKET and profile.memory.get("parameters", 0) / bucket > MANY_BUCKETS
+    small = bucket < SMALL_BUCKET and 4 * of.get("parameters", 0) / bucket > MANY_BUCKETS
     return bool(of.get("exchanges", 1) > 1 or small or of.get("sync_batchnorm"))
 
 
@@ -303,13 +283,15 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
     """What the running training has, and no measurement has priced."""
     f = ranks[0]
     starved = f.device_s and idle_share(f) > IDLE_FROM and not known & {"slow_loader", "rows_one_by_one"}
+    not_half = not f.training.get("autocast")
     kinds = {
         "anomaly": f.training.get("anomaly") and SLOW,
         "float64": "float64" in f.training.get("dtypes", ()) and SLOW,
         "threads": oversubscribed(f) and SLOW,
         "find_unused": f.training.get("find_unused_parameters") and UNPRICED,  # it may be needed
         "exchange": len(ranks) > 1 and needless_exchange(f) and not gains.split(ranks) and UNPRICED,
-        "python_overhead": starved and UNPRICED,
+        "python_overhead": starved and OPTION,
+        "half_precision": f.device == "cuda" and f.training.get("dtypes") == ["float32"] and not_half and OPTION,
     }
     for name, kind in kinds.items():
         if kind and name not in known:
@@ -335,7 +317,6 @@ class Late:
     own_s: float  # Of its step, without waiting for others
     ratio: Estimate  # To the slowest of the others
     gain: Estimate  # If it were as fast as that one
-    by: str
 
     @property
     def standing(self) -> str:
@@ -345,24 +326,16 @@ class Late:
 
 
 def lateness(ranks: Sequence[Profile]) -> Late | None:
-    """By steps without exchange, or without these by parts of a step in which nobody waits. None: unknown."""
-    if len(ranks) < 2 or gains.split(ranks):
+    """By steps without exchange, in which nobody waits; None where there are none, or ranks wait by design."""
+    taken = [] if len(ranks) < 2 or gains.split(ranks) else gains.turns_s(ranks, "no exchange")
+    if not taken:
         return None
-    if taken := [(max(a), b) for a, b in gains.turns_s(ranks, "no exchange")]:
-        return _late(ranks, taken, INTERLEAVED)
-    parts = [[sum(of) for of in zip(*(f.spans_s[k] for k in ALONE), strict=True)] for f in ranks]
-    taken = list(zip(gains.steps_s(ranks), zip(*parts, strict=False), strict=False))
-    return _late(ranks, taken, FROM_PARTS) if ranks[0].device == "cpu" else None
-
-
-def _late(ranks: Sequence[Profile], taken: Sequence[tuple[float, Sequence[float]]], by: str) -> Late:
-    """`taken`: the job's step, and what each rank needs for its own."""
     slow = max(range(len(ranks)), key=lambda r: statistics.median([own[r] for _, own in taken]))
-    both = [(job, own[slow], max(s for r, s in enumerate(own) if r != slow)) for job, own in taken]
-    ratios = [a / b for _, a, b in both if b > 0] or [1.0]
-    gain = [job / (job - min(max(0.0, a - b), 0.99 * job)) for job, a, b in both]
-    ratio, gain = (gains.of_ratios(of, gains.looks(ranks)) for of in (ratios, gain))
-    return Late(ranks[slow], statistics.median([a for _, a, _ in both]), ratio, gain, by)
+    both = [(max(job), own[slow], max(s for r, s in enumerate(own) if r != slow)) for job, own in taken]
+    ratios = [a / b for _, a, b in both if b > 0]
+    less = [job / (job - min(max(0.0, a - b), 0.99 * job)) for job, a, b in both]
+    ratio, gain = (gains.of_ratios(of, gains.looks(ranks)) for of in (ratios, less))
+    return Late(ranks[slow], statistics.median([a for _, a, _ in both]), ratio, gain)
 
 
 def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
@@ -372,7 +345,7 @@ def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
         kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
         longer = "what its device computes" if kind == "device" else PARTS[kind]
         words = {"own": ms(late.own_s), "ratio": late.ratio, "longer": longer, "where": _noted(of, kind)}
-        yield _finding(BY_NAME["straggler"], of, ranks, late.gain, late.by, **words)
+        yield _finding(BY_NAME["straggler"], of, ranks, late.gain, INTERLEAVED, **words)
 
 
 def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
@@ -381,8 +354,7 @@ def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
     Of several ranks, the one that has least of them: what another one has on top makes it a straggler.
     """
     of = min(ranks, key=lambda f: part_s(f, *OWN))
-    ours = hooks_s(of) or 0.0  # all of the hooks' time may be among these lines
-    own = [max(0.0, s - ours) for s in own_lines_s(of)]
+    own = own_lines_s(of)
     gain = gains.without(of.step_s, own)
     if standing(gain) != "gain" or gain.low < OWN_CODE or not of.training.get("forward_seen", True):
         return  # without a forward, most of these lines may be the model
@@ -444,8 +416,8 @@ def _recompiles(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 def _copies(ranks: Sequence[Profile]) -> Iterator[Finding]:
     """To a GPU, by its clock: whether a kernel ran beside them isn't known."""
-    of = max(ranks, key=lambda f: f.device_s.get("copy", 0.0))
-    took = of.device_s.get("copy", 0.0)
+    of = max(ranks, key=lambda f: f.device_s.get("copy", [0.0]))
+    [took] = of.device_s.get("copy", [0.0])
     if (
         _noted(of, "copy")
         and standing(gains.without(of.step_s, [took] * len(of.step_s)), gains.WORTH_BY_PARTS) == "gain"
@@ -495,8 +467,6 @@ def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
     if models := sum(n.ms for n in first.lines if n.kind == "model"):
         took, part = ms(models / 1e3), PARTS["prepare"]
         yield f"what models cost that no optimizer trains, or whose forward() is called by name: {took} of '{part}'"
-    if (cost := hooks_cost(first)) is not None and cost > COST_SAID:
-        yield f"the doctor's hooks take {100 * cost:.0f} % of so short a step: its parts look longer than they are"
 
 
 def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
@@ -509,20 +479,6 @@ def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
                 modes[why].append(mode)
     if modes:
         yield "not tried: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in modes.items())
-
-
-def hooks_s(profile: Profile) -> float | None:
-    """Seconds of a step that the doctor's own calls take, but for its wait for a device; None if it isn't known."""
-    cost = profile.cost
-    if not profile.step_s or "looks_s" not in cost:
-        return None
-    return cost["calls"] * cost["call_s"] + cost["looks_s"] / len(profile.step_s)
-
-
-def hooks_cost(profile: Profile) -> float | None:
-    """The same as a share of the step."""
-    seconds = hooks_s(profile)
-    return None if seconds is None else seconds / statistics.median(profile.step_s)
 
 
 # Words

@@ -27,7 +27,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from labs.doctor.bottlenecks import PARTS, TRAINERS
@@ -56,7 +56,6 @@ class Spans:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.calls = 0
         self.restart()
 
     def restart(self) -> None:
@@ -80,7 +79,6 @@ class Spans:
         """From here on time is of this kind."""
         self.cut()
         self.stack.append(kind)
-        self.calls += 1
 
     def leave(self) -> None:
         """Back to what was before."""
@@ -118,7 +116,6 @@ class Hooks:
         self.training: weakref.WeakSet = weakref.WeakSet()  # All DataLoaders of the training, and of the evaluation:
         self.evaluating: weakref.WeakSet = weakref.WeakSet()
         self.writes_batches = False  # Whether the script changes tensors of a batch
-        self.local_ranks = 1  # Of this machine
         self.device: Any = None
         self.synchronised = True
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
@@ -138,9 +135,6 @@ class Hooks:
         self._optimizer_began: Any = None
         # What a counterfactual changes, for as long as it lasts
         self.same_batch = False  # Each batch of the training is the one before
-        self.of_batch: Callable[[Any], Any] | None = None  # What becomes of a batch of the training
-        self.around_forward: Callable[[], Any] = nullcontext  # A context in which outermost modules are called
-        self.of_output: Callable[[Any], Any] | None = None  # What becomes of their outputs
         self.known_values = False
         """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
         self._values: dict[tuple, list[Any]] = {}
@@ -295,12 +289,9 @@ class Hooks:
         return call
 
     def _copying(self, function: Callable) -> Callable:
-        """To the host it is a wait as `.cpu()` is."""
-        copied, waited = self._noted("copy", function), self._waiting(function)
+        copied = self._noted("copy", function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values()))):
-                return waited(tensor, *args, **kwargs)
             began = self.mark() if self.recording and tensor.device.type == "cpu" and not self._elsewhere() else None
             result = copied(tensor, *args, **kwargs)
             if began is not None and self.spans.stack[-1] not in OPAQUE | {"forward", "backward"}:
@@ -308,12 +299,6 @@ class Hooks:
             return result
 
         return call
-
-    def _is_host(self, where: Any) -> bool:
-        """Of an argument of `.to`. The text of a tensor is never asked for: that waits for it."""
-        if isinstance(where, self.torch.Tensor):
-            where = where.device
-        return isinstance(where, str | self.torch.device) and str(where).startswith("cpu")
 
     def _backward(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -377,7 +362,7 @@ class Hooks:
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
             if loader is self.loader:
                 self._in_batches += length(batch, self.torch.Tensor)
-            return self.of_batch(batch) if self.of_batch and training else batch
+            return batch
 
         return call
 
@@ -437,11 +422,10 @@ class Hooks:
             return self._on_device("evaluation", function, args, kwargs)
         if not again:
             self._seen(module, args, kwargs)
-        with self.around_forward():
-            output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
+        output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
         if self.spans.stack[-1] == "prepare":
             self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
-        return self.of_output(output) if self.of_output else output
+        return output
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
         """At each call: how many samples. At the first one: device, precision."""
@@ -456,16 +440,13 @@ class Hooks:
             self.autocast = str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
     @contextmanager
-    def unobserved(self, counted: bool = True) -> Iterator[None]:
-        """Steps within are no steps of the script: the probes look at none of it. Not `counted`: nor do the hooks."""
-        thread = self.spans.thread
-        self.spans.thread = thread if counted else -1
+    def unobserved(self) -> Iterator[None]:
+        """Steps within are no steps of the script: the probes look at none of it."""
         if self.probes is not None:
             self.probes.paused = True
         try:
             yield
         finally:
-            self.spans.thread = thread
             if self.probes is not None:
                 self.probes.paused = False
 

@@ -79,8 +79,8 @@ class Profile:
     """Each step that was measured as it is: on a GPU by its own clock, from the end of one step to that of the next."""
     spans_s: dict[str, list[float]] = field(default_factory=dict)
     """By kind, for each of these steps: they sum to the step."""
-    device_s: dict[str, float] = field(default_factory=dict)
-    """On a GPU: by kind, mean time per step between events on its stream. `spans_s` is the host's."""
+    device_s: dict[str, list[float]] = field(default_factory=dict)
+    """On a GPU: by kind, one mean time per step between events on its stream. `spans_s` is the host's."""
     micro_batches: float = 1.0  # Backward passes per optimizer step
     samples: float | None = None  # Per step and rank
     lines: list[Line] = field(default_factory=list)  # Costliest first
@@ -91,11 +91,7 @@ class Profile:
 
     interleaved_s: dict[str, list[list[float]]] = field(default_factory=dict)
     """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
-    with the others; an empty list in rounds in which it had no turn. Rare parts are not in it."""
-    trying: str = ""
-    """A counterfactual that the script may not survive, while it is tried."""
-    samples_factor: dict[str, float] = field(default_factory=dict)
-    """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
+    with the others. Rare parts are not in it."""
     not_tried: dict[str, str] = field(default_factory=dict)
     """By mode: why it was not tried here, or would show nothing."""
     planned: list[str] = field(default_factory=list)  # Counterfactuals that were wanted, by name
@@ -104,14 +100,11 @@ class Profile:
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """parameters, gradients, optimizer, peak, free (bytes); series: [steps so far, bytes in use] after each step as it
-    is and after each turn of such steps; tensors_growth (bytes per step, None if it isn't known)."""
+    """peak, free (bytes); series: [steps so far, bytes in use] after each step as it is and after each turn of such
+    steps; on a CPU tensors_growth (per step) and tensor_bytes_growth."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's)."""
     compiles: list[int] = field(default_factory=list)  # Graphs that torch.compile made in each step as it is
-    cost: dict[str, float] = field(default_factory=dict)
-    """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory and lines, of all
-    steps)."""
     unseen: list[str] = field(default_factory=list)  # What this training does that the doctor cannot see, in words
 
     def save(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, UNPRICED, WRONG
-from labs.doctor.findings import Finding, find, healthy, hooks_cost, idle_share, ms, unknown, with_steps
+from labs.doctor.findings import Finding, find, healthy, idle_share, ms, unknown, with_steps
 from labs.doctor.findings import count as many
 from labs.doctor.profile import AS_IS, KINDS, Profile, from_json
 from labs.kit.errors import BadInput
@@ -133,8 +133,7 @@ def _nothing_seen(report: Report) -> str:
 def end_of(profile: Profile) -> str:
     """How the run of a rank ended, in words."""
     text = ENDS[profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
-    trying = f", while {profile.trying!r} was tried" if profile.trying else ""
-    return text if profile.ended == "done" else f"{text} after {many(profile.steps, 'step')}{trying}"
+    return text if profile.ended == "done" else f"{text} after {many(profile.steps, 'step')}"
 
 
 def _rank_of(f: Profile, profiles: Sequence[Profile]) -> str:
@@ -169,7 +168,7 @@ def parts(profile: Profile) -> list[tuple[str, str, float, float]]:
     step = statistics.fmean(profile.step_s)
     of = {k: gains.part_s(profile, k) for k in KINDS}
     if profile.device_s:
-        of = {**profile.device_s, "idle": idle_share(profile) * step}
+        of = {**{k: s for k, [s] in profile.device_s.items()}, "idle": idle_share(profile) * step}
     return [(k, name, of[k], of[k] / step) for k, name in PARTS.items() if of.get(k, 0.0) >= SMALL * step]
 
 
@@ -187,14 +186,9 @@ def rank_table(ranks: Sequence[Profile]) -> tuple[list[str], list[list[str]]]:
 def machine_and_method(report: Report) -> Iterator[str]:
     """What was used and how the numbers came about; of one rank."""
     f, p = report.seen[0], report.provenance
-    sizes = [(name, f.memory.get(name)) for name in ("parameters", "gradients", "optimizer", "peak")]
-    memory = [f"{name} {str(Estimate(n, n, n, 1, 'B')).split(' [')[0]}" for name, n in sizes if n]
-    yield f"memory of rank {f.rank}: {', '.join(memory) or 'not known'}"
     yield f"{many(f.machine.get('threads', 0), 'thread')} in each rank, {many(f.machine.get('cores', 0), 'core')}"
     if f.device_s:
         yield "by the host's clock: " + ", ".join(f"{PARTS[k]} {ms(s)}" for k in KINDS if (s := gains.part_s(f, k)))
-    if (cost := hooks_cost(f)) is not None:
-        yield f"the doctor's own cost: {100 * cost:.2g} % of a step ({f.cost['calls']:.0f} calls in it)"
     place = [p.get("cpu") or "unknown processor", *map(str, p.get("gpus") or []), f"torch {p.get('torch', '?')}"]
     yield f"{', '.join(place)}, {str(p.get('utc', ''))[:16].replace('T', ' ')} UTC"
     rounds = [len(gains.pairs_s(report.seen, name)) for name in f.interleaved_s if name != AS_IS]
@@ -281,34 +275,20 @@ def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
 # The page in a browser
 
 
-def write_html(report: Report, path: Path) -> Path:
-    """One file that loads nothing. OSError if it cannot be written."""
-    template = string.Template(TEMPLATE.read_text("utf-8"))
-    title = escape(f"{report.script}: the doctor's report")
-    return write_atomic(Path(path), template.substitute(title=title, main="\n".join(_html(report))))
-
-
-def _html(report: Report) -> Iterator[str]:
-    """Lines of HTML. Whatever is not written here goes through `escape`: a script's text stays text."""
-    yield f"<h1>{escape(headline(report))}</h1>"
-    if report.profiles:
-        yield f'<p class="soft"><code>{escape(shlex.join(report.profiles[0].argv))}</code></p>'
-    if ranks := report.seen:
-        yield '<div class="bar">'
-        for number, (_, name, _, share) in enumerate(parts(max(ranks, key=lambda f: sum(f.step_s)))):
-            yield f'<span class="c{number % 6}" style="flex: {share:.4f} 1 0">{escape(name)}</span>'
-        yield "</div>"
-    for number, (finding, places) in enumerate(grouped(report.findings), 1):
-        yield f"<article>\n<h3>{number}. {escape(finding.kind)}: {escape(finding.name)}</h3>"
-        if finding.gain:
-            yield f'<p class="gain">estimated gain {finding.gain}</p>'
-        yield f"<p>{escape(finding.what)}.</p>\n<dl>"
-        rows = [*(("line", where) for where in places), ("fix", finding.fix), ("known", finding.by)]
-        rows += [("notebook", finding.notebook)]
-        yield from (f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows if text)
-        yield "</dl>\n</article>"
-    rest = [*summary(report), *_step_and_ranks(report), *_texts(report)]
-    yield f"<pre>{escape(chr(10).join(rest))}</pre>"
+def html(report: Report) -> str:
+    """One file that loads nothing. All text goes through `escape`: a script's stays text."""
+    rows = parts(max(report.seen, key=lambda f: sum(f.step_s))) if report.seen else []
+    bar = [
+        f'<span class="c{number % 6}" style="flex: {share:.4f} 1 0">{escape(name)}</span>'
+        for number, (_, name, _, share) in enumerate(rows)
+    ]
+    values = {
+        "title": escape(headline(report)),
+        "command": escape(shlex.join(report.profiles[0].argv)) if report.profiles else "",
+        "bar": "\n".join(bar),
+        "text": escape(page(report, everything=True)),
+    }
+    return string.Template(TEMPLATE.read_text("utf-8")).substitute(values)
 
 
 # JSON
@@ -319,7 +299,7 @@ def save(report: Report, folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     row = {"doctor": VERSION} | dataclasses.asdict(report)
     written = write_atomic(folder / "report.json", json.dumps(row, allow_nan=False) + "\n")
-    return written, write_html(report, folder / "report.html")
+    return written, write_atomic(folder / "report.html", html(report))
 
 
 def load(path: str | os.PathLike) -> Report:

@@ -3,18 +3,14 @@
 A counterfactual's steps stand beside steps as they are in each round, so that a noisy machine decides nothing. Before
 each of its turns model, optimizer and random state are copied, and put back after it: what the script trains goes on
 from steps as they are alone, with other batches of its data. All ranks do the same in the same step: rank 0 says what.
-
-What the script may not survive comes last, one after the other: what was seen before is safe in the profile by then.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,10 +26,7 @@ from labs.kit import _compat
 
 WARM_UP = 5
 MOST_WARM_UP = 40  # While torch.compile goes on compiling
-LEAST_ROUNDS, MOST_ROUNDS = 6, 40  # At least as many as an interval needs
-NARROW, NARROW_ROUNDS = 1.08, 10
-"""After so many rounds no more are taken if the upper end of each interval is at most so many times the lower one. What
-the interval holds decides nothing: to stop as soon as it holds no 1 would accuse every other healthy script."""
+LEAST_ROUNDS, MOST_ROUNDS = 6, 20  # At least as many as an interval needs
 TURN_S = 0.1  # A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)
 MOST_STEPS = 10
 LEAST_STEPS = 5  # Of a turn on a device that works beside the host: between these steps it is not waited for
@@ -85,7 +78,7 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
 
     More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
     """
-    hooks.recording, hooks.spans.calls = True, 0
+    hooks.recording = True
     backwards, samples, marks = [], [], [hooks.mark()]
     hooks.synchronised = marks[0] is None  # a GPU has a clock of its own: it isn't waited for
     done, wanted, graphs = 0, steps, _compat.compiled_graphs()
@@ -102,7 +95,6 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
         backwards.append(hooks.backwards), samples.append(hooks.samples)
         profile.micro_batches, profile.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
         profile.lines = hooks.noted_lines(done)
-        profile.cost["calls"] = hooks.spans.calls / done
         if done == steps:
             fit = int(extra_s / statistics.fmean(profile.step_s))
             wanted += min(fit, max(ranks.each_says(_more_events(profile))), *ranks.each_says(fit))
@@ -110,7 +102,7 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
     if marks[0] is not None:
         hooks.synchronise()
         profile.step_s = _between(marks)
-        profile.device_s = {kind: s / wanted for kind, s in hooks.device_seconds().items()}
+        profile.device_s = {kind: [s / wanted] for kind, s in hooks.device_seconds().items()}
     profile.training["exchanges"] = hooks.exchanges / wanted
 
 
@@ -149,66 +141,42 @@ class _Interleaved:
         return step_s, steps, settle, 1 + ready
 
     def all(self, modes: Sequence[Mode]) -> Steps:
-        """Those that can be tried: first all that are harmless together, then one after the other."""
-        tried = self._that_can(modes)
-        stages = [[mode for mode in tried if not mode.risky], *([mode] for mode in tried if mode.risky)]
-        stages = self._that_fit([stage for stage in stages if stage])
-        for number, stage in enumerate(stages):
-            weight = [self._round_steps(of) for of in stages[number:]]
-            yield from self._stage(stage, (self.ends - time.perf_counter()) * weight[0] / sum(weight))
+        """Rounds, in each of which each that can be tried has a turn."""
+        by_name: dict[str, Mode | None] = {AS_IS: None, **{mode.name: mode for mode in self._that_can(modes)}}
+        draw, round_s = random.Random(0), 0.0
+        for done in range(MOST_ROUNDS):
+            late = done >= LEAST_ROUNDS and time.perf_counter() + round_s > self.ends
+            order = draw.sample(list(by_name), len(by_name))
+            if len(order) == 1 or self.ranks.first_says(late):
+                break
+            begun, turns = time.perf_counter(), {}
+            for name in self.ranks.first_says(order):
+                turns[name] = []
+                yield from self._turn(by_name[name], turns[name])
+            for name, of in turns.items():  # all at once: those of one round stand at one place
+                self.profile.interleaved_s.setdefault(name, []).append(of)
+            round_s = time.perf_counter() - begun
 
     def _that_can(self, modes: Sequence[Mode]) -> list[Mode]:
-        """On all ranks."""
+        """On all ranks, within the time, with rounds enough for an interval: the last ones are left out first."""
         reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.profile))}
         if not has_room(self.hooks, self.profile.local_ranks):
             full = "no memory is left for copies of model and optimizer, to put them back after it"
             reasons = {mode.name: full for mode in modes} | reasons
         for of_rank in self.ranks.each_says(reasons):
             self.profile.not_tried |= of_rank | self.profile.not_tried
-        return [mode for mode in modes if mode.name not in self.profile.not_tried]
-
-    def _round_steps(self, stage: Sequence[Mode]) -> int:
-        """In one round."""
-        turns = sum(mode.settle + self.settle + self.steps for mode in stage) + self.settle + self.steps
-        return turns + self.drain * any(mode.name == "same batch again" for mode in stage)
-
-    def _that_fit(self, stages: list[list[Mode]]) -> list[list[Mode]]:
-        """Within the time, with rounds enough for an interval: others are left out, the last ones first."""
+        tried = [mode for mode in modes if mode.name not in self.profile.not_tried]
         have = self.ranks.first_says(self.ends - time.perf_counter())
-        while stages and (need := LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages))) > have:
-            given, name = self.profile.seconds or 0.0, stages[-1].pop().name
+        while tried and (need := LEAST_ROUNDS * self.step_s * self._round_steps(tried)) > have:
+            given = self.profile.seconds or 0.0
             enough = math.ceil(given + 1.2 * (need - have))  # steps don't take the same time again
-            self.profile.not_tried[name] = f"{given:g} s are too short for it: --seconds {enough}"
-            stages = [stage for stage in stages if stage]
-        return stages
+            self.profile.not_tried[tried.pop().name] = f"{given:g} s are too short for it: --seconds {enough}"
+        return tried
 
-    def _stage(self, modes: list[Mode], seconds: float) -> Steps:
-        ends = time.perf_counter() + seconds
-        by_name: dict[str, Mode | None] = {AS_IS: None, **{mode.name: mode for mode in modes}}
-        self.profile.trying = modes[0].name if modes[0].risky else ""
-        self.profile.samples_factor |= {mode.name: mode.samples_factor for mode in modes}
-        draw, done, round_s = random.Random(0), 0, 0.0
-        if self.profile.trying:
-            yield from self._steps_as_they_are(1)  # the profile is saved before it, with what is tried
-        while True:
-            late = done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends
-            enough = late or done >= MOST_ROUNDS or (done >= NARROW_ROUNDS and self._all_narrow(list(by_name)[1:]))
-            order = self.ranks.first_says([] if enough else draw.sample(list(by_name), len(by_name)))
-            if not order:
-                break
-            begun = time.perf_counter()
-            turns: dict[str, list[float]] = {}
-            for name in order:
-                yield from self._turn(by_name[name], turns.setdefault(name, []))
-            # One list for each mode that was ever tried, so that those of one round stand at one place
-            rounds = len(self.profile.interleaved_s.setdefault(AS_IS, []))
-            for name in (*turns, *self.profile.interleaved_s):
-                self.profile.interleaved_s.setdefault(name, [[] for _ in range(rounds)])
-            for name, of in self.profile.interleaved_s.items():
-                of.append(turns.get(name, []))
-            round_s = time.perf_counter() - begun
-            done += 1
-        self.profile.trying = ""
+    def _round_steps(self, modes: Sequence[Mode]) -> int:
+        """In one round."""
+        turns = sum(mode.settle + self.settle + self.steps for mode in modes) + self.settle + self.steps
+        return turns + self.drain * (modes[0].name == "same batch again")
 
     def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
         """`counted`: gets the mean step."""
@@ -241,13 +209,6 @@ class _Interleaved:
         elif mode.name == "same batch again":
             yield from self._steps_as_they_are(self.drain)
 
-    def _all_narrow(self, names: Sequence[str]) -> bool:
-        """Whether further rounds would tell little more, by this rank's clock."""
-        from labs.doctor import estimated_gain  # imported late: before the script has torch it would import it
-
-        found = [estimated_gain.interleaved([self.profile], name) for name in names]
-        return all(gain is not None and gain.high <= NARROW * gain.low for gain in found)
-
     def _steps_as_they_are(self, steps: int) -> Steps:
         for _ in range(steps):
             self.snapshot = None
@@ -268,18 +229,3 @@ class _Interleaved:
                     yield
             finally:
                 self.snapshot.restore()
-
-
-def price_of_a_call(calls: int = 2_000) -> float:
-    """Seconds of the processor that a call takes longer here if it is timed and its line is noted.
-
-    One within a step costs more: it finds the processor's caches full of other things.
-    """
-    hooks = Hooks(os.path.dirname(__file__), lambda spans: None)
-    hooks.torch, hooks.recording = sys.modules["torch"], True
-    hooks._own[price_of_a_call.__code__.co_filename] = True  # as if it were the script
-    noted = hooks._noted("rest", abs)
-    begun = time.thread_time()  # what other programs take meanwhile is none of its cost
-    for _ in range(calls):
-        noted(1)
-    return (time.thread_time() - begun) / calls

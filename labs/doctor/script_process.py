@@ -14,10 +14,10 @@ import traceback
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from labs.doctor.profile import Profile, not_reached, without_colours
+from labs.doctor.profile import Profile, without_colours
 from labs.doctor.ranks import group
 from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
@@ -44,7 +44,6 @@ class Settings:
     seconds: float = 40.0
     parent: int = 0  # The doctor, with which the script ends; 0: it does not
     module: str = ""  # Of the script, if it is run by its full name
-    modes: list[str] | None = None  # Counterfactuals to try, by name; None: all
 
     def path(self, what: str) -> Path:
         """The rank's "settings" or "profile" as JSON; "progress": how many steps it has taken; "ended": once it has."""
@@ -73,17 +72,14 @@ class ScriptProcess:
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
-        from labs.doctor.schedule import plan, price_of_a_call
+        from labs.doctor.schedule import plan
 
         settings = self.settings
         self.hooks = Hooks(os.path.dirname(os.path.realpath(settings.argv[0])), self.stepped)
-        self.hooks.local_ranks = settings.local_ranks
         self.hooks.probes = Probes(self.hooks.folder, scratch=settings.folder)
         self.hooks.probes.install()  # before the hooks, which wrap what it replaces
         self.hooks.install()
-        self.profile.cost["call_s"] = price_of_a_call()
-        modes = [mode for mode in MODES if settings.modes is None or mode.name in settings.modes]
-        self.plan = plan(self.hooks, self.profile, settings.steps, settings.seconds, modes)
+        self.plan = plan(self.hooks, self.profile, settings.steps, settings.seconds, MODES)
         next(self.plan)
 
     def stepped(self, spans: dict[str, float]) -> None:
@@ -93,7 +89,7 @@ class ScriptProcess:
         profile = self.profile
         profile.steps += 1
         os.pwrite(self.progress, b"%12d" % profile.steps, 0)
-        before = profile.stage, profile.trying
+        before = profile.stage
         if profile.stage == "as it is":
             note_memory(self.hooks, profile)
         try:
@@ -104,15 +100,14 @@ class ScriptProcess:
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
-        if profile.stage != before[0]:
+        if profile.stage != before:
             if profile.stage == "as it is":
                 self.usage = Usage(self.hooks, profile)
                 profile.training["group"] = group()
             elif self.usage:
                 self.usage.stop()
                 self.usage = None
-        moved = (profile.stage, profile.trying) != before
-        if moved or (profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
+        if profile.stage != before or (profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
 
     def save(self) -> None:
@@ -121,9 +116,6 @@ class ScriptProcess:
         profile.wall_s = time.perf_counter() - self.begun
         if self.hooks is not None:
             profile.probes = self.hooks.probes.findings()
-        if profile.trying and profile.ended == "running":
-            # It may end this process in any way: then this is what there is
-            profile = _given_up(profile, "the script did not get through it")
         profile.save(self.settings.path("profile"))
         self.saved = time.perf_counter()
 
@@ -131,10 +123,7 @@ class ScriptProcess:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
         if os.getpid() != self.pid or self.profile.ended != "running":
             return
-        if self.profile.trying and code:  # it would not have ended by itself
-            self.profile = _given_up(self.profile, f"the script fails with it: {error or f'exit code {code}'}")
-        else:
-            self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
+        self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
         if self.usage and self.profile.step_s:
             with suppress(Exception):  # the script has failed, perhaps in torch: what is known is reported nevertheless
                 self.usage.stop()
@@ -158,8 +147,7 @@ class ScriptProcess:
             self.end("exit", code)
         except BaseException as e:
             code = 1
-            if not self.profile.trying:  # else it is no error of the script
-                traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
+            traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
             self.end("error", code, _in_one_line(e, self.settings.argv[0]))
         if self.profile.ended == "done":
             code = 0
@@ -187,14 +175,6 @@ def after_torch(then: Callable[[], None]) -> None:
         return module
 
     builtins.__import__ = imported
-
-
-def _given_up(profile: Profile, why: str) -> Profile:
-    """As if it had not been tried."""
-    turns = {name: of for name, of in profile.interleaved_s.items() if name != profile.trying}
-    later = dict.fromkeys(not_reached(profile), f"its turn would have been after {profile.trying!r}")
-    not_tried = profile.not_tried | later | {profile.trying: why}
-    return replace(profile, ended="done", interleaved_s=turns, not_tried=not_tried, trying="")
 
 
 def _in_one_line(error: BaseException, script: str) -> str:

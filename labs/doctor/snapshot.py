@@ -27,11 +27,9 @@ class StateSnapshot:
         torch = self.torch = hooks.torch
         scalers, schedules = found
         self.device = hooks.device if hooks.device is not None and hooks.device.type == "cuda" else None
-        to_host = self.device is not None and not _fits(hooks)
         self.tensors = [*_tensors(hooks), *(t for s in scalers for t in _compat.tensors_of_scaler(s))]
         with torch.no_grad():
-            tensors = (t.detach() for t in self.tensors)
-            self.copies = [t.to("cpu", copy=True) if to_host else t.clone() for t in tensors]
+            self.copies = [t.detach().clone() for t in self.tensors]
         # The dicts themselves, and what was in them: tensors, lists (LBFGS) and numbers
         self.dicts = [(d, _own_lists(d)) for d in _dicts(hooks)]
         self.schedules = [(s, _plain_copies(s)) for s in schedules]
@@ -59,20 +57,18 @@ class StateSnapshot:
 
 
 def has_room(hooks: Hooks, local_ranks: int) -> bool:
-    """Whether there is memory for the copies, on the device or on the host. All ranks of a machine ask at once."""
-    return _fits(hooks) or 2 * _bytes(hooks) < free_on_host(local_ranks)
+    """Whether the copies fit into half of what is free: a step needs more at its peak. All ranks of a machine ask.
 
-
-def free_on_host(local_ranks: int) -> float:
-    """Bytes of the host's memory for each rank of this machine: its part of what is free on it and within the limit.
-
-    The limit is that of the control group, Slurm's of a job for instance, which kills what exceeds it. Each rank is
-    taken to use as much of it as this one; workers are not counted.
+    On a host that is this rank's part, within the limit of its control group (Slurm's of a job), which kills what
+    exceeds it; each rank is taken to use as much of it as this one.
     """
+    needed = sum(t.numel() * t.element_size() for t in map(local_part, _tensors(hooks)))
+    if hooks.device is not None and hooks.device.type == "cuda":
+        return needed < hooks.torch.cuda.mem_get_info(hooks.device)[0] // 2
     free, limit = psutil.virtual_memory().available, host.memory_limit_bytes()
     if limit is not None:
         free = min(free, limit - local_ranks * psutil.Process().memory_info().rss)
-    return free / local_ranks
+    return needed < free / local_ranks / 2
 
 
 def of_optimizers() -> tuple[list[Any], list[Any]]:
@@ -98,16 +94,6 @@ def _tensors(hooks: Hooks) -> list[Any]:
     held += [p for d in dicts for p in d.get("params", ())]
     held += [v for d in dicts for v in d.values() if isinstance(v, hooks.torch.Tensor)]  # lr may be one
     return list({id(t): t for t in held}.values())
-
-
-def _bytes(hooks: Hooks) -> int:
-    return sum(t.numel() * t.element_size() for t in map(local_part, _tensors(hooks)))
-
-
-def _fits(hooks: Hooks) -> bool:
-    """Into half of what the driver has left: torch holds on to what a step needs at its peak."""
-    on_gpu = hooks.device is not None and hooks.device.type == "cuda"
-    return on_gpu and _bytes(hooks) < hooks.torch.cuda.mem_get_info(hooks.device)[0] // 2
 
 
 def _plain_copies(schedule: Any) -> dict[str, Any]:

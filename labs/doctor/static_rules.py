@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor.bottlenecks import KINDS, RISK, TEXTS
+from labs.doctor.bottlenecks import KINDS, TEXTS
 
 MOST_FILES = 60
 TRAINERS = ("accelerate", "deepspeed", "lightning", "pytorch_lightning", "transformers")
@@ -23,7 +23,7 @@ class Match:
 
     rule: str
     file: str
-    line: int  # 0: the whole file
+    line: int
     code: str
     what: str
     fix: str
@@ -37,7 +37,6 @@ class Program:
     def __init__(self, script: Path) -> None:
         self.lines: dict[str, list[str]] = {}
         self.file_of: dict[ast.AST, str] = {}
-        self.unread: list[Match] = []
         self.modules: set[str] = set()
         waiting, folder = [script], script.resolve().parent
         while waiting and len(self.lines) < MOST_FILES:
@@ -56,10 +55,8 @@ class Program:
             tree = ast.parse(raw)
             self.lines[str(path)] = raw.decode(errors="replace").splitlines()
             self.file_of |= dict.fromkeys(ast.walk(tree), str(path))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as e:
-            what = f"this file was not read for patterns: {e}"
-            self.unread.append(Match("unreadable", str(path), getattr(e, "lineno", 0) or 0, "", what, "", "", RISK))
-            return []
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return []  # what cannot be read is run all the same
         names = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -140,11 +137,11 @@ RULES: dict[str, Callable[[Program], Iterator[ast.AST]]] = {
 
 
 def check(script: Path) -> list[Match]:
-    """Wrong ones first. What cannot be read is a match that says so: the training is measured all the same."""
+    """Wrong ones first."""
     program, found = Program(Path(script)), []
     for rule, find in RULES.items() if not program.has_trainer else ():
         for node in find(program):
             file = program.file_of[node]
             code = program.lines[file][node.lineno - 1].strip()
             found.append(Match(rule, file, node.lineno, code, **TEXTS["rule"][rule]))
-    return [*sorted(found, key=lambda m: KINDS.index(m.kind)), *program.unread]
+    return sorted(found, key=lambda m: KINDS.index(m.kind))

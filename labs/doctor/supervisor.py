@@ -12,12 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from labs.doctor.profile import Profile, load, without_colours
@@ -53,51 +52,17 @@ NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
 
 
-@dataclass(frozen=True)
-class Order:
-    """What is wanted."""
-
-    argv: list[str]  # The script and its arguments
-    steps: int = 30
-    seconds: float = 40.0
-    timeout_s: float | None = None  # Without a step; None: as FIRST_S has it
-    copy: bool = False  # Whether a copy of the folder that it is started in is run
-    show_output: bool = False
-    module: str = ""  # Its full name, if it is run by that
-
-
-class Stop:
-    """These SIGNALS are noted, and end nothing by themselves."""
-
-    def __init__(self) -> None:
-        self.by = ""
-
-    def _note(self, signum: int, frame: object) -> None:
-        self.by = self.by or signal.Signals(signum).name
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """In the main thread; another has no signals."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
-                    before[signum] = signal.signal(signum, self._note)
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-
-def examine(order: Order, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
+def examine(given: Namespace, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
     """Run the script; `print_report` gets this machine's profiles, in its first rank. All that was made is removed.
 
-    Returns these; in the other ranks, their own.
+    Returns these; in the other ranks, their own. `given`: what labs.doctor.__main__.options has read.
     """
-    stop = Stop()
-    with stop.noting(), run_folder(place) as (folder, mark):
-        run = Run(order, place, folder, stop)
+    stopped: list[str] = []  # Signals are noted, and end nothing by themselves
+    for signum in SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(signum, lambda number, frame: stopped.append(signal.Signals(number).name))
+    with run_folder(place) as (folder, mark):
+        run = Run(given, place, folder, stopped)
         try:
             run.start(mark)
             run.watch()
@@ -108,7 +73,7 @@ def examine(order: Order, place: Place, print_report: Callable[[list[Profile]], 
         if place.local_rank:
             _wait_for_the_first(folder)
             return [profile]
-        found = [profile, *_others(folder, place, order, stop)]
+        found = [profile, *_others(folder, place, stopped)]
         print_report(found)
         return found
 
@@ -145,11 +110,10 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
 class Run:
     """The script's process, from its start to its end."""
 
-    def __init__(self, order: Order, place: Place, folder: Path, stop: Stop) -> None:
-        self.order, self.place, self.folder, self.stop = order, place, folder, stop
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+    def __init__(self, given: Namespace, place: Place, folder: Path, stopped: list[str]) -> None:
+        self.given, self.place, self.folder, self.stopped = given, place, folder, stopped
         ranks = (place.rank, place.ranks, place.local_ranks)
-        self.settings = Settings(order.argv, str(folder), *ranks, order.steps, order.seconds, parent, order.module)
+        self.settings = Settings(given.argv, str(folder), *ranks, given.steps, given.seconds, os.getpid(), given.module)
         self.output = folder / f"output-{place.rank}.txt"
         self.how, self.why = "killed", ""  # as in Profile; `why` is empty unless we end the script
         self.begun = time.monotonic()
@@ -160,10 +124,10 @@ class Run:
         env = {**os.environ, supervise.MARK: mark, "TMPDIR": str(self.folder / "t")}
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
         command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
-        cwd = copied(self.folder, self.place, self.order) if self.order.copy else None
+        cwd = copied(self.folder, self.place) if self.given.copy else None
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
         with self.output.open("wb") as output:
-            stdout = None if self.order.show_output else output
+            stdout = None if self.given.show_output else output
             self.process = supervise.start(command, stdin=stdin, stdout=stdout, stderr=stdout, env=env, cwd=cwd)
 
     def watch(self) -> None:
@@ -177,9 +141,9 @@ class Run:
             if (taken := self._steps()) != steps:
                 longest_s = max(longest_s, now - moved) if steps else 0.0
                 steps, moved = taken, now
-            limit_s = self.order.timeout_s or (max(LEAST_S, TIMES_LONGEST * longest_s) if steps else FIRST_S)
-            if self.stop.by:
-                self.how, self.why = "stopped", self.stop.by
+            limit_s = self.given.timeout or (max(LEAST_S, TIMES_LONGEST * longest_s) if steps else FIRST_S)
+            if self.stopped:
+                self.how, self.why = "stopped", self.stopped[0]
             elif _age_s(self.settings.path("ended")) > LEAVE_S:
                 self.why = "all was measured, but it did not end"
             elif now - moved > limit_s:
@@ -196,7 +160,7 @@ class Run:
 
     def profile(self) -> Profile:
         """What the script has left, and what it could not know."""
-        place, argv = self.place, self.order.argv
+        place, argv = self.place, self.given.argv
         self.process.wait()
         try:
             profile = load(self.settings.path("profile"))
@@ -233,13 +197,13 @@ def _death(code: int) -> tuple[str, str]:
     return "killed", f"ended with exit code {code}, before Python could say why"
 
 
-def copied(folder: Path, place: Place, order: Order) -> Path:
+def copied(folder: Path, place: Place) -> Path:
     """A copy of the folder that the doctor was started in: the first rank of a machine makes it, the others wait."""
     copy, part = folder / "copy", folder / "copy.part"
     if place.local_rank == 0 and not copy.exists():
         shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         part.rename(copy)
-    until = time.monotonic() + (order.timeout_s or FIRST_S)
+    until = time.monotonic() + FIRST_S
     while not copy.exists() and time.monotonic() < until:
         time.sleep(POLL_S)
     return copy
@@ -253,10 +217,10 @@ def _final(folder: Path, local_rank: int) -> Path:
     return folder / f"final-{local_rank}.json"
 
 
-def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profile]:
+def _others(folder: Path, place: Place, stopped: list[str]) -> list[Profile]:
     """Profiles of the other ranks of this machine. Of those that left none the report says so."""
-    until = time.monotonic() + (order.timeout_s or LEAST_S) + LEAVE_S + FOLLOW_S
-    come = time.monotonic() + min(COME_S, order.timeout_s or COME_S)
+    until = time.monotonic() + LEAST_S
+    come = time.monotonic() + COME_S
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):
@@ -264,7 +228,7 @@ def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profil
             if _final(folder, other).exists():
                 found.append(load(_final(folder, other)))
                 missing.discard(other)
-            elif at_work is False or (at_work is None and (time.monotonic() > come or stop.by)):
+            elif at_work is False or (at_work is None and (time.monotonic() > come or stopped)):
                 missing.discard(other)
         time.sleep(POLL_S if missing else 0)
     return found

@@ -12,13 +12,12 @@ import linecache
 import random
 import sys
 import threading
-import time
 from collections import Counter
 from contextlib import suppress
 
 import psutil
 
-from labs.doctor.hooks import Hooks, describe, local_part
+from labs.doctor.hooks import Hooks, describe
 from labs.doctor.profile import Line, Profile
 from labs.kit import host
 
@@ -34,7 +33,6 @@ class Usage(threading.Thread):
         """Describe the training, and begin to look."""
         super().__init__(name="doctor", daemon=True)
         self.hooks, self.profile, self.ended = hooks, profile, threading.Event()
-        self.took_s = 0.0  # Of the processor's time, by this thread: looking, and waking up for it
         self.seen: Counter[tuple[str, str, int]] = Counter()  # By kind, file and line
         describe(hooks, profile)
         if _on_gpu(hooks):
@@ -47,7 +45,6 @@ class Usage(threading.Thread):
         draw = random.Random(0)
         while not self.ended.wait(draw.uniform(0.5, 1.5) * PERIOD_S):
             self._look()
-            self.took_s = time.thread_time()
 
     def _look(self) -> None:
         hooks = self.hooks
@@ -74,10 +71,6 @@ class Usage(threading.Thread):
                 if kind in kinds and n >= FEWEST
             ]
         profile.lines.sort(key=lambda line: -line.ms)
-        parameters = {id(p): p for root in hooks.roots.values() for p in root.parameters()}.values()
-        states = [t for o in hooks.optimizers.values() for s in o.state.values() for t in s.values()]
-        tensors = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer": states}
-        profile.memory |= {name: sum(map(_bytes, of)) for name, of in tensors.items()}
         on_gpu = _on_gpu(hooks)
         profile.memory["peak"] = hooks.torch.cuda.max_memory_allocated(hooks.device) if on_gpu else _in_use(hooks)
         profile.memory["free"] = (
@@ -87,15 +80,11 @@ class Usage(threading.Thread):
             grown = [(now - before) / steps for now, before in zip(_tensors(hooks), self.tensors, strict=True)]
             profile.memory |= dict(zip(("tensors_growth", "tensor_bytes_growth"), grown, strict=True))
         profile.machine = {"cores": host.core_count(), "threads": hooks.torch.get_num_threads()}
-        profile.cost["looks_s"] = self.took_s + profile.cost.get("looks_s", 0.0)
 
 
 def note_memory(hooks: Hooks, profile: Profile) -> None:
     """After each step as it is, and after each turn of these, when nothing is kept for a counterfactual."""
-    begun = time.thread_time()
     profile.memory.setdefault("series", []).append([profile.steps, _in_use(hooks)])
-    if profile.stage == "as it is":
-        profile.cost["looks_s"] = profile.cost.get("looks_s", 0.0) + time.thread_time() - begun
 
 
 def _on_gpu(hooks: Hooks) -> bool:
@@ -115,8 +104,3 @@ def _tensors(hooks: Hooks) -> tuple[int, int]:
         with suppress(RuntimeError, NotImplementedError):  # no storage: a fake, or a wrapper
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return len(tensors), sum(storages.values())
-
-
-def _bytes(tensor: object) -> int:
-    local = local_part(tensor)
-    return local.numel() * local.element_size() if hasattr(local, "element_size") else 0
