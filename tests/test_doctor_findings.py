@@ -9,7 +9,7 @@ from doctor_profiles import STARVED, STEP_S, WELL, made
 
 from labs.doctor import compare, estimated_gain, report
 from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, TRAINERS, UNPRICED, WRONG
-from labs.doctor.findings import FROM_PARTS, INTERLEAVED, find, healthy, memory_growth, own_lines_s, unknown
+from labs.doctor.findings import FROM_PARTS, INTERLEAVED, find, healthy, memory_growth, unknown
 from labs.doctor.profile import AS_IS, Line, Loader
 
 MODES = dict.fromkeys((b.mode for b in BOTTLENECKS if b.mode), STEP_S)
@@ -23,7 +23,7 @@ def test_a_healthy_script_has_no_finding():
     profile = made(modes=MODES)
     assert not find([profile])
     assert (
-        len([text for text in healthy([profile]) if "no difference that this run can show" in text]) == len(MODES) - 1
+        len([text for text in healthy([profile]) if "no gain that this run can show" in text]) == len(MODES) - 1
     )  # no exchange
 
 
@@ -142,16 +142,15 @@ def test_workers_that_start_in_each_epoch_are_told_with_their_time():
     assert "workers_restart" not in names([profile])
 
 
-def test_the_loss_and_models_that_the_hooks_do_not_see_are_no_lines_of_the_scripts_own():
+def test_the_script_s_own_lines_are_named():
     def line(kind, ms):
         return Line(kind, "", "/x/train.py", 4, "x()", 0.0, ms)
 
     parts = {"prepare": 0.4, "rest": 0.2, "forward": 0.4}
-    lines = [line("prepare", 5.0), line("model", 15.0), line("rest", 5.0), line("loss", 5.0)]
-    own = own_lines_s(made(parts, lines=lines, noise=0.0))
-    assert own[0] == pytest.approx(STEP_S * (0.4 / 4 + 0.2 / 2))
-    [found] = [f for f in find([made({"rest": 0.5, "forward": 0.5}, lines=[line("rest", 20.0)])])]
-    assert found.name == "own_code" and found.line == "train.py:4" and "20.0 ms of it this one" in found.what
+    lines = [line("prepare", 15.0), line("model", 5.0), line("rest", 5.0), line("loss", 5.0)]
+    [found] = find([made(parts, lines=lines)])
+    assert (found.name, found.line) == ("own_code", "train.py:4") and "take 20.0 ms" in found.what
+    assert not find([made(parts, lines=lines[1:])])
 
 
 @pytest.mark.parametrize("trainer", sorted(set(TRAINERS.values())))
@@ -286,9 +285,10 @@ def compared(before, after):
 
 
 NOTED = [Line("copy", "to", "/x/train.py", 4, "x.to(device)", 1.0, 9.0)]
+OWN = [Line("rest", "", "/x/train.py", 4, "x()", 0.0, 20.0)]
 BEFORE = {
     "slow_loader": (made(STARVED, {"same batch again": STEP_S / 2}), made(modes={"same batch again": STEP_S})),
-    "own_code": (made({"rest": 0.5, "forward": 0.5}), made()),
+    "own_code": (made({"rest": 0.5, "forward": 0.5}, lines=OWN), made()),
     "copies": (made({"copy": 0.4, "forward": 0.6}, lines=NOTED), made(lines=NOTED)),
     "recompiles": (compiles(range(0, 30, 5), 0.2), made()),
 }

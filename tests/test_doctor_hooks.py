@@ -4,7 +4,6 @@ import builtins
 import inspect
 import io
 import itertools
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -358,32 +357,3 @@ def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lin
         exec(compile(source, str(root / folder / "part.py"), "exec"), scope)
         file, _ = hooks.own_line(scope["frame"]())
         assert (file == str(root / folder / "part.py")) == mine
-
-
-class Unreadable(torch.Tensor):
-    """On a GPU its text would be waited for."""
-
-    def __repr__(self, **options):
-        raise AssertionError("its text was asked for")
-
-    __str__ = __repr__
-
-
-class OnGpu(torch.Tensor):
-    @property
-    def device(self):
-        return torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("to", "kind"), [("cpu", "synchronise"), ("cuda:1", "copy"), (torch.ones(1).as_subclass(Unreadable), "synchronise")]
-)
-def test_a_copy_to_the_host_is_a_wait_and_the_text_of_a_tensor_is_never_asked_for(to, kind):
-    hooks = Hooks(os.path.dirname(__file__), lambda seconds: None)
-    hooks.torch, hooks.recording = torch, True
-
-    def copy_of(tensor, *args):
-        return 1.0
-
-    hooks._copying(copy_of)(torch.ones(1).as_subclass(OnGpu), to)
-    assert [line.kind for line in hooks.noted_lines(1)] == [kind]

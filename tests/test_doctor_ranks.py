@@ -17,11 +17,11 @@ SCRIPT = str(Path(__file__).parent / "doctor_scripts" / "two_ranks.py")
 RECIPES = Path(__file__).parents[1] / "labs" / "recipes"
 
 
-def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
+def run(tmp_path, *argv, seconds=20, ranks=2):
     """Profile of all ranks."""
     port, started, paths = str(free_port()), [], []
     for rank in range(ranks):
-        settings = Settings(list(argv), str(tmp_path), rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
+        settings = Settings(list(argv), str(tmp_path), rank, ranks, ranks, steps=6, seconds=seconds)
         mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         env = (
             environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
@@ -50,7 +50,7 @@ def ms(facts, mode):
 
 
 def test_a_straggler_is_seen_where_ranks_are_alone(tmp_path, straggler=1):
-    facts = run(tmp_path, SCRIPT, "--straggler", str(straggler), "--late", "0.1", modes=["no exchange"])
+    facts = run(tmp_path, SCRIPT, "--straggler", str(straggler), "--late", "0.1")
     late, other = facts[straggler], facts[1 - straggler]
     assert ms(late, "no exchange") > 100
     assert ms(other, "no exchange") < ms(late, "no exchange") / 2
@@ -59,7 +59,7 @@ def test_a_straggler_is_seen_where_ranks_are_alone(tmp_path, straggler=1):
 
 def test_exposed_exchange_is_gone_and_comes_back(tmp_path):
     """Also where the script itself calls no_sync(), which puts back what it reads."""
-    facts = run(tmp_path, SCRIPT, "--exchange", "0.1", "--accumulate", "3", modes=["no exchange"])
+    facts = run(tmp_path, SCRIPT, "--exchange", "0.1", "--accumulate", "3")
     for f in facts:
         gained = [a[0] - b[0] for a, b in zip(f.interleaved_s[AS_IS], f.interleaved_s["no exchange"], strict=True)]
         assert statistics.median(gained) > 0.08

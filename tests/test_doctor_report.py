@@ -42,7 +42,7 @@ def test_the_page_says_the_largest_problem_first_and_fits_a_terminal():
     waits = next(line for line in lines if "waiting for data" in line)
     assert "50 %" in waits and waits.count("#") == 25
     rest = report.page(found, everything=True)
-    assert "no buffer broadcast: no difference that this run can show" in rest and "not tried: no exchange" in rest
+    assert "no buffer broadcast: no gain that this run can show" in rest and "not tried: no exchange" in rest
     assert "not tried" not in "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ from labs.doctor.bottlenecks import (
 )
 from labs.doctor.estimated_gain import part_s, standing
 from labs.doctor.probes import merge
-from labs.doctor.profile import Line, Profile, not_reached, rare_kinds, share_of_steps
+from labs.doctor.profile import Profile, not_reached, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate
 
 if TYPE_CHECKING:
@@ -256,11 +256,8 @@ def _where(profile: Profile, bottleneck: Bottleneck) -> str:
 
 def _noted(profile: Profile, *kinds: str) -> str:
     """The costliest line of these kinds."""
-    return next((_place(n) for n in profile.lines if n.kind in kinds and n.line), "")
-
-
-def _place(noted: Line) -> str:
-    return f"{os.path.basename(noted.file)}:{noted.line}  {noted.code}"
+    found = (n for n in profile.lines if n.kind in kinds and n.line)
+    return next((f"{os.path.basename(n.file)}:{n.line}  {n.code}" for n in found), "")
 
 
 def _called(script: str, names: Sequence[str]) -> str:
@@ -353,13 +350,13 @@ def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
     Of several ranks, the one that has least of them: what another one has on top makes it a straggler.
     """
-    of = min(ranks, key=lambda f: part_s(f, *OWN))
-    own = own_lines_s(of)
-    gain = gains.without(of.step_s, own)
+    of = min(ranks, key=own_lines_s)
+    own_s = own_lines_s(of)
+    gain = gains.without(of.step_s, [own_s] * len(of.step_s))
     if standing(gain) != "gain" or gain.low < OWN_CODE or not of.training.get("forward_seen", True):
         return  # without a forward, most of these lines may be the model
     noted = next((n for n in of.lines if n.kind in OWN and n.line), None)
-    words = {"own": ms(statistics.fmean(own)), "line": f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""}
+    words = {"own": ms(own_s), "line": f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""}
     finding = _finding(BY_NAME["own_code"], of, ranks, gain, FROM_PARTS, where=_noted(of, *OWN), **words)
     if of.device != "cpu":
         what = f"{finding.what}; the device may work meanwhile, and then it costs nothing"
@@ -367,15 +364,9 @@ def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
     yield finding
 
 
-def own_lines_s(profile: Profile) -> list[float]:
-    """Of each step, without the loss and models that samples of the stack have shown in these parts of it."""
-    seen = {kind: sum(n.ms for n in profile.lines if n.kind == kind) for kind in (*OWN, "model", "loss")}
-    share = {
-        ours: seen[ours] / (seen[ours] + seen[other]) if seen[other] else 1.0
-        for ours, other in zip(OWN, ("model", "loss"), strict=True)
-    }
-    both = ([share[kind] * s for s in profile.spans_s.get(kind, [0.0] * len(profile.step_s))] for kind in OWN)
-    return [before + after for before, after in zip(*both, strict=True)]
+def own_lines_s(profile: Profile) -> float:
+    """Per step, by samples of the stack: without the loss, and models that the hooks don't see."""
+    return sum(n.ms for n in profile.lines if n.kind in OWN) / 1e3
 
 
 def _growing(ranks: Sequence[Profile]) -> Iterator[Finding]:
@@ -432,19 +423,16 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
     """What was tried or measured, and is fine, with its numbers."""
     if not (ranks := with_steps(profiles)):
         return []
-    texts = [f"{p.bottleneck.mode or p.bottleneck.name}: {_little(p)}" for p in prices(ranks) if p.standing == "fine"]
+    fine = [p for p in prices(ranks) if p.standing == "fine"]
+    texts = [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
+        f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})"
+        for p in prices(ranks)
+        if p.standing == "fine"
+    ]
     late = lateness(ranks)
     if late is not None and late.standing == "fine":
         texts.append(f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own")
-    if (grows := memory_growth(ranks[0])) is not None and grows.low <= 0:
-        texts.append(f"memory: no growth that this run can show (growth {grows} per step)")
     return texts
-
-
-def _little(price: Price) -> str:
-    if price.gain.low <= 1 <= price.gain.high:
-        return f"no difference that this run can show ({price.gain})"
-    return f"{price.gain} as fast" if price.gain.value > 1 else f"slower ({price.gain})"
 
 
 def unknown(profiles: Sequence[Profile]) -> list[str]:

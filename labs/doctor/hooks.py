@@ -44,7 +44,6 @@ gather_object batch_isend_irecv""".split()
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
 LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
-GONE = 20  # Steps of each other optimizer after which the one that ended a step is taken for gone
 HERE = os.path.dirname(os.path.realpath(__file__))
 LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 SCALER = os.path.join("amp", "grad_scaler.py")
@@ -129,7 +128,7 @@ class Hooks:
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
         self._order: list[int] = []  # Of optimizers, in which they took their first steps
-        self._boundary, self._others = 0, 0
+        self._boundary = 0
         self._stepping: dict[int, list[Any]] = {}
         self._events: list[tuple[str, Any, Any]] = []
         self._optimizer_began: Any = None
@@ -537,12 +536,11 @@ class Hooks:
         After that of an earlier one the graph of a loss to come may be there: torch refuses to go back through weights
         that were put back meanwhile.
         """
-        if self._boundary not in self.optimizers or self._others > GONE * len(self.optimizers):  # the script dropped it
+        if self._boundary not in self.optimizers:  # the script dropped it
             self._order = []
         if optimizer not in self._order:
             self._order.append(optimizer)
             self._boundary = optimizer
-        self._others = 0 if optimizer == self._boundary else self._others + 1
         return optimizer == self._boundary
 
     def _end_step(self) -> None:

@@ -84,15 +84,7 @@ def group_of(profile: Profile) -> tuple[int, int]:
 def make(profiles: list[Profile], matches: Sequence[Match] = ()) -> Report:
     """Of the profiles that the ranks of one run have left, and of what was read in its source."""
     profiles = sorted(profiles, key=lambda f: f.rank)
-    notes = [*_missing(profiles), *unknown(profiles)]
-    return Report(profiles, find(profiles, matches), healthy(profiles), notes, plain(provenance()))
-
-
-def _missing(profiles: Sequence[Profile]) -> Iterator[str]:
-    ranks = max((f.ranks for f in profiles), default=1)
-    missing = set(range(ranks)) - {f.rank for f in profiles if f.step_s}
-    if missing and any(f.step_s for f in profiles):
-        yield f"what ranks did that left no steps, or train on another machine: {', '.join(map(str, sorted(missing)))}"
+    return Report(profiles, find(profiles, matches), healthy(profiles), unknown(profiles), plain(provenance()))
 
 
 # Sentences
@@ -183,20 +175,20 @@ def rank_table(ranks: Sequence[Profile]) -> tuple[list[str], list[list[str]]]:
     return ["ms per step", *(f"rank {ranks[r].rank}" for r in shown)], rows
 
 
-def machine_and_method(report: Report) -> Iterator[str]:
+def method(report: Report) -> str:
     """What was used and how the numbers came about; of one rank."""
     f, p = report.seen[0], report.provenance
-    yield f"{many(f.machine.get('threads', 0), 'thread')} in each rank, {many(f.machine.get('cores', 0), 'core')}"
-    if f.device_s:
-        yield "by the host's clock: " + ", ".join(f"{PARTS[k]} {ms(s)}" for k in KINDS if (s := gains.part_s(f, k)))
     place = [p.get("cpu") or "unknown processor", *map(str, p.get("gpus") or []), f"torch {p.get('torch', '?')}"]
-    yield f"{', '.join(place)}, {str(p.get('utc', ''))[:16].replace('T', ' ')} UTC"
-    rounds = [len(gains.pairs_s(report.seen, name)) for name in f.interleaved_s if name != AS_IS]
-    turns = f", then {len(rounds)} other ways in turn with it, {min(rounds)} rounds or more" if rounds else ""
-    yield (
-        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. An estimated gain is the median over "
-        "rounds of as it is / without that part, or with the fix; its intervals together hold the truth in 95 % of "
-        "runs. From the step's parts it is arithmetic, with a plain 95 % interval. Gains don't add up"
+    host = ", ".join(f"{PARTS[k]} {ms(s)}" for k in KINDS if (s := gains.part_s(f, k)))
+    ways, rounds = len(f.interleaved_s) - 1, len(f.interleaved_s.get(AS_IS, []))
+    turns = f", then {ways} other ways in turn with it, {many(rounds, 'round')}" if rounds else ""
+    return (
+        f"{', '.join(place)}, {many(f.machine.get('cores', 0), 'core')}, {many(f.machine.get('threads', 0), 'thread')} "
+        f"in each rank, {str(p.get('utc', ''))[:16].replace('T', ' ')} UTC. "
+        + (f"By the host's clock: {host}. " if f.device_s else "")
+        + f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. An estimated gain is the median "
+        "over rounds of as it is / without that part; its intervals together hold the truth in 95 % of runs. From the "
+        "step's parts it is arithmetic, with a plain 95 % interval. Gains don't add up."
     )
 
 
@@ -240,7 +232,7 @@ def _step_and_ranks(report: Report) -> Iterator[str]:
 
 
 def _texts(report: Report) -> Iterator[str]:
-    how = list(machine_and_method(report)) if report.seen else []
+    how = [method(report)] if report.seen else []
     for title, texts in ((FINE, report.healthy), (NOT_KNOWN, report.unknown), ("Machine and method", how)):
         yield from ("", title.upper()) if texts else ()
         yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))

@@ -116,23 +116,10 @@ def _clip_before_unscale(program: Program) -> Iterator[ast.AST]:
         yield from program.named("clip_grad_norm_", "clip_grad_value_")
 
 
-def _no_scaler(program: Program) -> Iterator[ast.AST]:
-    if "GradScaler" in program.words or not program.named("backward"):
-        return
-    for call in program.named("autocast"):
-        kind = _keyword(call, "dtype") or (call.args[1] if len(call.args) > 1 else None)
-        on_cuda = any(isinstance(a, ast.Constant) and a.value == "cuda" for a in call.args[:1])
-        old = ast.unparse(call.func).endswith("cuda.amp.autocast")
-        fp16 = _last(kind) in ("float16", "half") if kind is not None else on_cuda or old  # its default on CUDA
-        if fp16 and not _false(_keyword(call, "enabled")):
-            yield call
-
-
 RULES: dict[str, Callable[[Program], Iterator[ast.AST]]] = {
     "set-epoch-missing": _no_set_epoch,
     "zero-grad-missing": _no_zero_grad,
     "clip-before-unscale": _clip_before_unscale,
-    "scaler-missing": _no_scaler,
 }
 
 
