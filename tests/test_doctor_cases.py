@@ -48,10 +48,8 @@ def test_what_is_read_is_read_in_the_sick_script_and_not_in_the_cured_one(name, 
         assert bool(hits & set(case.names)) != cured, hits
 
 
-def test_a_gain_is_per_sample_and_round_by_round():
-    step_s = {AS_IS: [2.0, 4.0], "a": [1.0, 1.0], "twice the batch": [2.0, 4.0]}
-    assert gains(step_s) == {"a": (2.0, 4.0), "twice the batch": (1.0, 1.0)}
-    assert gains(step_s, 2.0)["twice the batch"] == (2.0, 2.0)
+def test_a_gain_is_taken_round_by_round():
+    assert gains({AS_IS: [2.0, 4.0], "a": [1.0, 1.0]}) == {"a": (2.0, 4.0)}
 
 
 LIMIT_S = 500

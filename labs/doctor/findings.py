@@ -425,10 +425,6 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
         return []
     fine = [p for p in prices(ranks) if p.standing == "fine"]
     texts = [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
-        f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})"
-        for p in prices(ranks)
-        if p.standing == "fine"
-    ]
     late = lateness(ranks)
     if late is not None and late.standing == "fine":
         texts.append(f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own")
