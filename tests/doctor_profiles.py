@@ -29,11 +29,10 @@ def made(
         "steps": 100,
         "wall_s": 30.0,
         "samples": 32.0,
-        "loader": Loader(32, 0, 0, False, False, "Images", "RandomSampler"),
+        "loader": Loader(32, 0, 0, "Images"),
         "training": {
             "parameters": 1_000_000,
             "dtypes": ["float32"],
-            "optimizers": ["AdamW"],
         },
         "machine": {"cores": 2, "threads": 1},
     }

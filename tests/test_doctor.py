@@ -178,7 +178,7 @@ def test_a_script_runs_as_it_would_alone(run, tmp_path):
     assert done.code == 0, done.said + done.errors
     facts = done.facts
     assert (facts.ended, facts.stage, len(facts.step_s), facts.micro_batches) == ("done", "done", 8, 3.0)
-    assert facts.argv == ["train.py", *args] and len(facts.training["optimizers"]) == 2
+    assert facts.argv == ["train.py", *args]
     assert {"save", "print"} <= {line.kind for line in facts.lines} and facts.unseen == []
     assert f"{facts.steps - 1} lines" in done.said  # the last step was ended in
 
@@ -322,18 +322,24 @@ ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IG
 ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.05)")  # 10 000 steps: eight minutes
 
 
+LOADED = """
+from torch.utils.data import DataLoader, TensorDataset
+while True:
+    for (x,) in DataLoader(TensorDataset(torch.ones(4096, 8)), 4):
+        time.sleep(0.5); print("step"); optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+"""
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
-    uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
-    script = ENDLESS.replace("time.sleep(0.05)", uneven).replace("set_num_threads(1)", "set_num_threads(64)")
-    one = start(script, options=["--seconds", "1000"])
+    one = start(TRAINING + LOADED, options=["--seconds", "1000"])
     wait_for(lambda: any(f["interleaved_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
     assert (done.facts.ended, done.facts.error) == ("stopped", signum.name)
     assert done.code == 0 and "step" in done.said
-    assert len(done.facts.step_s) == 8 and done.facts.interleaved_s["fewer threads"] and "peak" in done.facts.memory
+    assert len(done.facts.step_s) == 8 and done.facts.interleaved_s
 
 
 @pytest.mark.drill

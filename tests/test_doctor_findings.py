@@ -38,7 +38,7 @@ def test_of_many_intervals_together_few_runs_have_one_that_misses():
 
 FED = WELL | {"data": 0.0}
 PLANTED = {
-    "slow_loader": ("same batch again", 0.5, {"loader": Loader(32, 2, 2, False, True, "Images", "RandomSampler")}),
+    "slow_loader": ("same batch again", 0.5, {"loader": Loader(32, 2, 2, "Images")}),
     "synchronise": ("no waiting line", 0.2, {"device": "cuda"}),
     "buffers": ("no buffer broadcast", 0.3, {}),
 }
@@ -110,7 +110,7 @@ def test_what_comes_without_order_three_times_in_thirty_steps_is_not_known():
 
 
 def loader(workers=0, by_batch_ms=None, item="train.py:9  return self.x[i]"):
-    return Loader(2048, workers, 2, False, False, "Rows", "RandomSampler", by_batch_ms, item)
+    return Loader(2048, workers, 2, "Rows", by_batch_ms, item)
 
 
 def test_rows_in_memory_are_to_be_indexed_by_the_batch():

@@ -19,7 +19,6 @@ class Mode:
     name: str
     why_not: Callable[[Hooks, Profile], str]  # Why it cannot be tried or would show nothing; "" if it can
     applied: Callable[[Hooks], AbstractContextManager]  # Steps within are taken so
-    settle: int = 1  # Steps after its start that are not counted
 
 
 def _why_not_same_batch(hooks: Hooks, profile: Profile) -> str:

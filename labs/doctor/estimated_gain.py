@@ -80,11 +80,9 @@ def looks(ranks: Sequence[Profile]) -> int:
 
 
 def of_ratios(ratios: Sequence[float], looks: int) -> Estimate:
-    """Median, with an interval that holds together with those of all other `looks` in 95 % of runs.
+    """Median, with an interval that holds together with those of all other `looks` in 95 % of runs (Bonferroni).
 
-    Of twenty plain intervals one misses, and a healthy script would be accused every other time. So this one is that
-    of the sign test at 1 - 0.05 / looks (Bonferroni), which no outlier widens; with too few rounds for that, Student's
-    t of the logarithms at the same level; and never narrower than the plain one.
+    It is the sign test's, which no outlier widens; with too few rounds for that, Student's t of the logarithms.
     """
     plain = estimate(ratios, "x", resamples=RESAMPLES)
     if len(ratios) < 2:

@@ -108,7 +108,6 @@ class Hooks:
         self.called: set[int] = set()  # Roots that were called with gradients
         self.forwards: set[types.CodeType] = set()
         """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
-        self.compiled = False  # Whether torch.compile was called on a root, or has traced something
         self.autocast = ""  # Its format
         self.loader: Any = None
         """The DataLoader that batches of the training came from; the last of them, if there are several."""
@@ -217,7 +216,6 @@ class Hooks:
 
     def _trace_begins(self, *args: Any) -> None:
         self.take_off()
-        self.compiled = True
         if self._adopted and not self.called and not {"forward", "evaluation"} & set(self.spans.stack):
             for undo in self._adopted:  # a compiled function calls the models: what is hung onto them would be in it
                 undo()
@@ -401,7 +399,6 @@ class Hooks:
                 continue
             self.roots[id(module)] = module
             before = _compat.compiled_call(module)
-            self.compiled = self.compiled or before is not None
             _compat.call_through(module, functools.partial(self._call_root, module, before))
             undo = functools.partial(_compat.call_through, module, before)
             self._adopted.append(undo)
@@ -654,14 +651,12 @@ def describe(hooks: Hooks, profile: Profile) -> None:
         "parameters": sum(p.numel() for p in parameters),
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
         "autocast": hooks.autocast,
-        "optimizers": [type(o).__name__ for o in hooks.optimizers.values()],
         "ddp": len(ddp),
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
         "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
         "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
-        "compiled": hooks.compiled or any(type(m).__name__ == "OptimizedModule" for m in modules),
         "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
         # Ranks that hold the same model have the same in these two
         "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
@@ -677,10 +672,7 @@ def describe(hooks: Hooks, profile: Profile) -> None:
             batch_size,
             one.num_workers,
             (one.prefetch_factor or 0) if one.num_workers else 0,
-            bool(one.pin_memory),
-            bool(one.persistent_workers),
             type(one.dataset).__name__,
-            type(one.sampler).__name__,
             by_batch_ms(one.dataset, batch_size),
             _item_line(hooks, whole(one.dataset)),
         )

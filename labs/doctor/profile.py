@@ -44,10 +44,7 @@ class Loader:
     batch_size: int | None  # None: a batch_sampler of the script's own makes batches
     workers: int
     prefetch: int  # Batches that each worker has ready; 0 without workers
-    pinned: bool
-    persistent: bool
     dataset: str
-    sampler: str
     by_batch_ms: float | None = None
     """Of one index for a whole batch, where samples are rows of tensors or arrays that the dataset holds."""
     item: str = ""  # Where the dataset's __getitem__ is in the script: "file:line  code"
@@ -80,7 +77,7 @@ class Profile:
     spans_s: dict[str, list[float]] = field(default_factory=dict)
     """By kind, for each of these steps: they sum to the step."""
     device_s: dict[str, list[float]] = field(default_factory=dict)
-    """On a GPU: by kind, one mean time per step between events on its stream. `spans_s` is the host's."""
+    """On a GPU: by kind, one mean time per step, by its own clock. `spans_s` is the host's."""
     micro_batches: float = 1.0  # Backward passes per optimizer step
     samples: float | None = None  # Per step and rank
     lines: list[Line] = field(default_factory=list)  # Costliest first
@@ -100,7 +97,7 @@ class Profile:
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """peak, free (bytes); series: [steps so far, bytes in use] after each step as it is and after each turn of such
+    """free (bytes); series: [steps so far, bytes in use] after each step as it is and after each turn of such
     steps; on a CPU tensors_growth (per step) and tensor_bytes_growth."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's)."""

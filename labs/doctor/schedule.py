@@ -74,10 +74,7 @@ def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
 
 
 def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s: float) -> Steps:
-    """Where their time goes. What is noted for each line is that of these steps.
-
-    More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
-    """
+    """More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much."""
     hooks.recording = True
     backwards, samples, marks = [], [], [hooks.mark()]
     hooks.synchronised = marks[0] is None  # a GPU has a clock of its own: it isn't waited for
@@ -167,16 +164,12 @@ class _Interleaved:
             self.profile.not_tried |= of_rank | self.profile.not_tried
         tried = [mode for mode in modes if mode.name not in self.profile.not_tried]
         have = self.ranks.first_says(self.ends - time.perf_counter())
-        while tried and (need := LEAST_ROUNDS * self.step_s * self._round_steps(tried)) > have:
+        turn = 1 + self.settle + self.steps
+        while tried and (need := LEAST_ROUNDS * self.step_s * (turn * (1 + len(tried)) + self.drain)) > have:
             given = self.profile.seconds or 0.0
             enough = math.ceil(given + 1.2 * (need - have))  # steps don't take the same time again
             self.profile.not_tried[tried.pop().name] = f"{given:g} s are too short for it: --seconds {enough}"
         return tried
-
-    def _round_steps(self, modes: Sequence[Mode]) -> int:
-        """In one round."""
-        turns = sum(mode.settle + self.settle + self.steps for mode in modes) + self.settle + self.steps
-        return turns + self.drain * (modes[0].name == "same batch again")
 
     def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
         """`counted`: gets the mean step."""
@@ -185,7 +178,7 @@ class _Interleaved:
         with self._applied(mode):
             hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
             try:
-                for _ in range((mode.settle if mode else 0) + self.settle):
+                for _ in range(bool(mode) + self.settle):
                     yield
                 marks = [hooks.mark()]
                 if marks[0] is None:

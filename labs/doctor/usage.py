@@ -35,8 +35,6 @@ class Usage(threading.Thread):
         self.hooks, self.profile, self.ended = hooks, profile, threading.Event()
         self.seen: Counter[tuple[str, str, int]] = Counter()  # By kind, file and line
         describe(hooks, profile)
-        if _on_gpu(hooks):
-            hooks.torch.cuda.reset_peak_memory_stats(hooks.device)
         self.tensors = _tensors(hooks)
         self.start()
 
@@ -72,10 +70,8 @@ class Usage(threading.Thread):
             ]
         profile.lines.sort(key=lambda line: -line.ms)
         on_gpu = _on_gpu(hooks)
-        profile.memory["peak"] = hooks.torch.cuda.max_memory_allocated(hooks.device) if on_gpu else _in_use(hooks)
-        profile.memory["free"] = (
-            hooks.torch.cuda.mem_get_info(hooks.device)[0] if on_gpu else host.container().memory_available_bytes
-        )
+        free = hooks.torch.cuda.mem_get_info(hooks.device)[0] if on_gpu else host.container().memory_available_bytes
+        profile.memory["free"] = free
         if not on_gpu:
             grown = [(now - before) / steps for now, before in zip(_tensors(hooks), self.tensors, strict=True)]
             profile.memory |= dict(zip(("tensors_growth", "tensor_bytes_growth"), grown, strict=True))
