@@ -1,4 +1,4 @@
-"""What the doctor can name besides the probes' findings: the texts of texts.toml, and the names of a step's parts."""
+"""What the doctor can name besides the probes' findings: the texts of texts.toml."""
 
 from __future__ import annotations
 
@@ -30,31 +30,8 @@ class Bottleneck:
 
 BOTTLENECKS = tuple(Bottleneck(name, **row) for name, row in TEXTS["bottleneck"].items())
 BY_NAME = {b.name: b for b in BOTTLENECKS}
-TRAINERS = {
-    "transformers.trainer": "transformers",
-    "lightning.pytorch": "Lightning",
-    "pytorch_lightning": "Lightning",
-    "accelerate.optimizer": "Accelerate",
-}
-"""Module that has called the optimizer, and whose options are named. Trainers that call others come first."""
-PARTS = {
-    "data": "waiting for data",
-    "copy": "copy to device",
-    "prepare": "own code between steps",
-    "forward": "forward",
-    "loss": "loss",
-    "backward": "backward",
-    "exchange": "exchange",
-    "optimizer": "optimizer",
-    "evaluation": "evaluation",
-    "synchronise": "waiting for device",
-    "print": "print",
-    "save": "save",
-    "rest": "own code within the step",
-    "device": "the doctor's wait for the device",
-    "idle": "other work, waits for the host",
-}
-"""What a learner calls the kinds of profile.KINDS; "idle" is what a GPU's step has besides its parts."""
+TRAINERS = TEXTS["trainer_of"]  # By the module that has called the optimizer. Trainers that call others come first
+PARTS = TEXTS["part"]  # What a learner calls the kinds of profile.KINDS, and what a GPU's step has besides
 
 
 def option(trainer: str, finding: str) -> str:

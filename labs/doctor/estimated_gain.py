@@ -14,10 +14,8 @@ from labs.doctor.profile import AS_IS, Profile, rare_kinds
 from labs.kit.measure import Estimate, estimate, fewest
 
 WORTH = 1.05  # Smaller gains aren't reported
-WORTH_BY_PARTS = 1.10
-"""By arithmetic a part is worth more than in truth: what waits for it may then wait for something else."""
-FINE = 1.10
-"""An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
+WORTH_BY_PARTS = 1.10  # What waits for a part may without it wait for something else
+FINE = 1.10  # An interval that ends below this shows that there is little to gain; a wider one shows nothing
 SAME_WEIGHTS = 1e-9  # Sums of the same weights, in FP64, differ by less than this share
 RESAMPLES = 2_000
 BLOCKS = fewest() + 1  # Of a series that may grow: as many differences between neighbours as an interval needs

@@ -315,12 +315,6 @@ class Late:
     ratio: Estimate  # To the slowest of the others
     gain: Estimate  # If it were as fast as that one
 
-    @property
-    def standing(self) -> str:
-        """Whether there is one."""
-        both = standing(self.gain), standing(self.ratio)
-        return both[0] if "gain" not in both or both == ("gain", "gain") else "unclear"
-
 
 def lateness(ranks: Sequence[Profile]) -> Late | None:
     """By steps without exchange, in which nobody waits; None where there are none, or ranks wait by design."""
@@ -337,7 +331,7 @@ def lateness(ranks: Sequence[Profile]) -> Late | None:
 
 def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
     late = lateness(ranks)
-    if late is not None and late.standing == "gain":
+    if late is not None and standing(late.gain) == "gain":
         of, others = late.profile, [f for f in ranks if f is not late.profile]
         kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
         longer = "what its device computes" if kind == "device" else PARTS[kind]
@@ -426,7 +420,7 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
     fine = [p for p in prices(ranks) if p.standing == "fine"]
     texts = [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
     late = lateness(ranks)
-    if late is not None and late.standing == "fine":
+    if late is not None and standing(late.gain) == "fine":
         texts.append(f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own")
     return texts
 
@@ -442,7 +436,7 @@ def unknown(profiles: Sequence[Profile]) -> list[str]:
 def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
     first, late = ranks[0], lateness(ranks)
     noisy = [f"{p.bottleneck.mode or p.bottleneck.name} {p.gain}" for p in prices(ranks) if p.standing == "unclear"]
-    if late is not None and late.standing == "unclear":
+    if late is not None and standing(late.gain) == "unclear":
         noisy.append(f"ranks as fast as each other {late.gain}")
     if noisy:
         yield f"too few or too unsteady steps to say what these give (--seconds S is longer): {', '.join(noisy)}"
@@ -454,15 +448,11 @@ def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
 
 
 def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
-    modes: dict[str, list[str]] = {}
-    for f in profiles:
+    for f in profiles[:1]:
         ended = f"the run ended after {count(f.steps, 'step')}: let it train longer"
-        left = dict.fromkeys(not_reached(f), ended) if f.step_s and f.ended != "done" else {}
-        for mode, why in (f.not_tried | left).items():
-            if mode not in modes.setdefault(why, []):
-                modes[why].append(mode)
-    if modes:
-        yield "not tried: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in modes.items())
+        left = dict.fromkeys(not_reached(f), ended) if f.step_s else {}
+        if why := f.not_tried | left:
+            yield "not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items())
 
 
 # Words

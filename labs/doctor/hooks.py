@@ -3,10 +3,8 @@
 Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (profile.KINDS);
 what other threads do is not counted. A step ends with the `step` of an optimizer; of several, with that of the last.
 
-What is replaced: DataLoader's `next`, the call of the outermost modules that hold the optimizer's parameters,
-`torch.autograd.backward`, collectives of torch.distributed, `.to`, `.cuda`, calls that wait for a device (`.item()` and
-others), print, torch.save. torch.compile sees none of it: modules inside of an outermost one are as they were, and
-while it traces everything else is, too.
+Only the outermost modules that hold an optimizer's parameters are called otherwise. torch.compile sees none of it:
+modules inside of these are as they were, and while it traces everything else is, too.
 """
 
 from __future__ import annotations
@@ -102,21 +100,17 @@ class Hooks:
         self.loader_starts = 0  # Iterations over a training's DataLoader that began in this step
         self.restarts = 0  # Of these, those that started its workers anew
         self.anomaly = False  # Whether autograd's anomaly detection was on in a backward pass
-        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-        """By id. A script may make a new one in each epoch."""
+        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # By id
         self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
         self.called: set[int] = set()  # Roots that were called with gradients
-        self.forwards: set[types.CodeType] = set()
-        """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
+        self.forwards: set[types.CodeType] = set()  # Of all modules with parameters: what runs in one is a model
         self.autocast = ""  # Its format
-        self.loader: Any = None
-        """The DataLoader that batches of the training came from; the last of them, if there are several."""
+        self.loader: Any = None  # The DataLoader that batches of the training came from; of several, the last
         self.training: weakref.WeakSet = weakref.WeakSet()  # All DataLoaders of the training, and of the evaluation:
         self.evaluating: weakref.WeakSet = weakref.WeakSet()
         self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
-        self.synchronised = True
-        """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
+        self.synchronised = True  # Whether a step ends only when the device has done its work
         self._own: dict[str, bool] = {}
         self._looked = 0
         self._fetched: list[weakref.ref] = []
@@ -133,18 +127,14 @@ class Hooks:
         self._optimizer_began: Any = None
         # What a counterfactual changes, for as long as it lasts
         self.same_batch = False  # Each batch of the training is the one before
-        self.known_values = False
-        """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
+        self.known_values = False  # A wait gives at once what the same line got in the last step that was noted
         self._values: dict[tuple, list[Any]] = {}
         self._given: dict[tuple, int] = defaultdict(int)
 
     # Installing
 
     def install(self) -> None:
-        """Once torch has been imported. Nothing of it asks the driver, not even whether there is a GPU.
-
-        Which GPUs are visible is settled by the first such question: a script may still want to set that, or to fork.
-        """
+        """Nothing of it asks the driver, not even whether there is a GPU: a script may still want to hide some."""
         import torch
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -528,11 +518,7 @@ class Hooks:
             self._end_step()
 
     def _ends_a_step(self, optimizer: int) -> bool:
-        """Of several optimizers it is the last that takes its step before the first one takes another.
-
-        After that of an earlier one the graph of a loss to come may be there: torch refuses to go back through weights
-        that were put back meanwhile.
-        """
+        """Of several optimizers the last does: before, a graph may be there that needs the weights as they are."""
         if self._boundary not in self.optimizers:  # the script dropped it
             self._order = []
         if optimizer not in self._order:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labs.doctor import estimated_gain as gains
-from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, UNPRICED, WRONG
+from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, TEXTS, UNPRICED, WRONG
 from labs.doctor.findings import Finding, find, healthy, idle_share, ms, unknown, with_steps
 from labs.doctor.findings import count as many
 from labs.doctor.profile import AS_IS, KINDS, Profile, from_json
@@ -35,16 +35,6 @@ SMALL, DIFFERENT = 0.005, 0.10
 """Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
 SCATTER = 0.2  # Of the median step, between its quartiles: it is reported
 PROBLEMS = (WRONG, SLOW, RISK)
-ENDS = {
-    "done": "all was measured",
-    "script ended": "the script ended by itself",
-    "exit": "the script left with exit code {code}",
-    "error": "the script failed: {error}",
-    "killed": "the script was killed: {error}",
-    "stopped": "the run was stopped from outside by {error}",
-    "silent": "the script was ended: {error}",
-    "running": "the run was ended from outside",
-}
 MORE, OPTIONS, NOT_PRICED = "More findings", "What a healthy script may use as well", "Seen, not priced"
 FINE, NOT_KNOWN = "Tried or measured, and fine", "Not known"
 
@@ -124,7 +114,7 @@ def _nothing_seen(report: Report) -> str:
 
 def end_of(profile: Profile) -> str:
     """How the run of a rank ended, in words."""
-    text = ENDS[profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
+    text = TEXTS["end"][profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
     return text if profile.ended == "done" else f"{text} after {many(profile.steps, 'step')}"
 
 

@@ -187,7 +187,7 @@ def _in_one_line(error: BaseException, script: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
     said = " ".join(without_colours(f"{type(error).__name__}: {error}").split())
-    return " ".join([said if len(said) <= MOST_SAID else said[: MOST_SAID - 3] + "...", *(f"({w})" for w in where)])
+    return " ".join([said[:MOST_SAID], *(f"({w})" for w in where)])
 
 
 def main() -> None:
