@@ -192,30 +192,22 @@ def test_a_script_writes_its_own_files_and_into_the_copy_if_one_is_asked_for(sta
 
 
 WORKERS = (
-    TRAINING.replace("def train(", "def unused(")
+    TRAINING
     + """
 from torch.utils.data import DataLoader, TensorDataset
 import multiprocessing as mp
-loader = DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=2, num_workers=2, persistent_workers=True,
-                    multiprocessing_context=mp.get_context({context!r}) if __name__ == "__main__" else None)
-
-def note(text):
-    with open("seen.txt", "a") as file:
-        file.write(text)
-
-if __name__ == "__main__":
-    other = mp.get_context({context!r}).Process(target=note, args=("child",))
-    other.start(); other.join()
-    assert open("seen.txt").read() == "child"
-    while True:
-        for (x,) in loader:
-            optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+other = mp.get_context("fork").Process(target=lambda: open("seen.txt", "w").write("child"))
+other.start(); other.join()
+assert open("seen.txt").read() == "child"
+while True:
+    for (x,) in DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=2, num_workers=2):
+        optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
 """
 )
 
 
 def test_workers_and_children_write_and_end(run):
-    done = run(WORKERS.replace("{context!r}", repr("fork")))
+    done = run(WORKERS)
     assert done.code == 0, done.said + done.errors
     assert done.facts.ended == "done" and done.facts.loader.workers == 2
 
@@ -381,7 +373,6 @@ train()
 @pytest.mark.drill
 def test_two_ranks_are_told_together(run):
     done = run(TRAINING + RANKS, ranks=2)
-    assert done.code == 0, done.said + done.errors
     assert [(f.rank, f.ranks, f.ended, len(f.step_s)) for f in done.ranks] == [(0, 2, "done", 8), (1, 2, "done", 8)]
 
 
@@ -433,12 +424,6 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
     assert wanted.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.steps == 3
     assert wanted.timeout is None
     assert doctor.options(["--timeout", "5", "train.py"]).timeout == 5
-
-
-def test_the_command_waits_for_no_torch():
-    """Of each rank there is one such process beside the script's."""
-    code = "import sys, labs.doctor.__main__; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], env=new_environment(), check=True)
 
 
 # The whole command

@@ -136,44 +136,6 @@ def test_a_checkpoints_second_forward_is_backward_and_its_first_no_evaluation(cl
     assert seen[-1] == ({"forward": 0.01, "backward": 0.013}, 4)
 
 
-@pytest.fixture
-def one_rank():
-    """A process group of its own, without a port."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_wait_for_what_was_sent_is_exchange_and_within_a_model_it_is_the_models(clock, one_rank):
-    """FSDP waits for its weights in forward: that is how it works, and nothing that a script could leave out."""
-    inside, kinds = [], []
-
-    class Gathers(nn.Linear):
-        def forward(self, x):
-            torch.distributed.distributed_c10d._get_default_group().allreduce([torch.ones(1)]).wait()
-            inside.append(x)
-            return super().forward(x)
-
-    model = Gathers(8, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = []
-
-    def stepped(seconds):
-        steps.append(seconds)
-        hooks.recording = len(steps) > 3  # the model is found after the first one
-        kinds.extend(line.line for line in hooks.noted_lines(1) if line.kind == "exchange")
-        if len(steps) == 8:
-            raise Done
-
-    with hooked(stepped) as hooks, pytest.raises(Done):
-        for x, y in forever(data()):
-            loss_of(model(x), y).backward()
-            torch.distributed.all_reduce(torch.ones(1), async_op=True).wait()
-            mine = here() - 1
-            optimizer.step()
-    assert len(inside) == 8 and set(kinds) == {mine}
-
-
 def _gan(clock):
     generator, critic = Slow(clock, 0.001), Slow(clock, 0.002)
     first, second = SlowSgd(critic.parameters(), clock, 0.004), SlowSgd(generator.parameters(), clock, 0.008)
@@ -182,14 +144,6 @@ def _gan(clock):
         first.step()
         generator(b[0]).sum().backward()
         second.step()
-
-
-def _submodules(clock):
-    model = nn.ModuleDict({"body": Slow(clock, 0.001), "heads": nn.ModuleList([nn.Linear(3, 3)])})
-    optimizer = SlowSgd(model.parameters(), clock, 0.012)
-    for x, y in forever(loader_of(clock, 0.048)):
-        loss_of(model["heads"][0](model["body"](x)), y).backward()
-        optimizer.step()
 
 
 def _accumulation(clock):
@@ -210,7 +164,6 @@ def _accumulation(clock):
     ("training", "expected"),
     [
         (_gan, {"data": 0.048, "forward": 0.003, "optimizer": 0.012}),
-        (_submodules, {"data": 0.048, "forward": 0.001, "optimizer": 0.012}),
         (_accumulation, {"data": 0.048, "forward": 0.002, "optimizer": 0.012}),
     ],
 )

@@ -113,20 +113,6 @@ def test_copies_are_named_by_the_gpus_clock_and_without_a_price():
     assert (found.name, found.kind, found.gain) == ("copies", UNPRICED, None) and found.line == "train.py:4"
 
 
-# Devices of other makers
-
-
-def test_any_device_that_torch_can_wait_for_is_waited_for(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    hooks = Hooks("/x", lambda seconds: None)
-    hooks.torch = torch
-    for device in ("mps", "cpu"):
-        hooks.device = torch.device(device)
-        hooks.synchronise()
-    assert waited == [torch.device("mps")]
-
-
 def test_what_is_between_forward_and_backward_is_the_loss(monkeypatch):
     """By the device's clock, as copies to it are: what is left of a step may be a wait for the host."""
     hooks, clock = Hooks("/x", lambda seconds: None), [0.0]

@@ -41,17 +41,13 @@ if TYPE_CHECKING:
 INTERLEAVED, FROM_PARTS, BY_READING = "steps measured in turn", "from the step's parts", "read in the source"
 SEEN, BY_PROBE = "seen in the running script", "measured while it ran"
 SLOW_FROM = 1.15  # A fix that gives less is an option, for a healthy script as well
-ROWS_FROM, ROWS_FROM_ON_GPU, FASTER_BY_BATCH = 1.25, 1.5, 2.0
-"""Rows of small tensors cost the host a little: only such gains are a fault. By the batch is so many times as fast."""
+ROWS_FROM, ROWS_FROM_ON_GPU, FASTER_BY_BATCH = 1.25, 1.5, 2.0  # Gains that are a fault; by the batch, at least
 PARTS_SURE = 1.20  # A gain by arithmetic that stands in for one that noise has made useless
-SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
-"""Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
-OWN, OWN_CODE = ("prepare", "rest"), 1.15
-"""The loss and zero_grad are the script's own code as well: only more than this is reported."""
+SMALL_BUCKET, MANY_BUCKETS = 2**20, 8  # Bytes, DDP's first bucket; so many buckets of less are too many
+OWN, OWN_CODE = ("prepare", "rest"), 1.15  # zero_grad is the script's own code as well: only more is reported
 IDLE_FROM = 0.3  # Of a GPU's step: then Python is too slow for it
 LONG_TRAINING = 1e6  # Steps: memory that lasts longer than that may grow
-ONE_IN_TWO, OF_TENSORS = 0.5, 0.2
-"""Tensors more in each step, and their share in memory's growth: a loss that is kept is one, with its graph."""
+ONE_IN_TWO, OF_TENSORS = 0.5, 0.2  # Tensors more in each step, and their share in memory's growth
 GOES_ON = 3  # Steps that compile, spread over half of those that were measured: fewer of them end
 NOT_DETECTED = "whether data, labels, loss and model are the right ones, and what comes later than these steps"
 

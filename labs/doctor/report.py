@@ -106,7 +106,7 @@ def _nothing_seen(report: Report) -> str:
     if not report.profiles:
         return "No rank has left anything: the script's process ended before Python could begin."
     steps = max(f.steps for f in report.profiles)
-    how = "; ".join(dict.fromkeys(_rank_of(f, report.profiles) + end_of(f) for f in report.profiles))
+    how = "; ".join(dict.fromkeys(map(end_of, report.profiles)))
     if not steps:
         return f"{report.script}: no step of an optimizer was seen: {how}."
     return f"{report.script}: {how}, and the first steps only warm up: let it train for 50 steps or more."
@@ -116,10 +116,6 @@ def end_of(profile: Profile) -> str:
     """How the run of a rank ended, in words."""
     text = TEXTS["end"][profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
     return text if profile.ended == "done" else f"{text} after {many(profile.steps, 'step')}"
-
-
-def _rank_of(f: Profile, profiles: Sequence[Profile]) -> str:
-    return f"rank {f.rank}: " if len(profiles) > 1 else ""
 
 
 def summary(report: Report) -> list[str]:
@@ -137,7 +133,7 @@ def summary(report: Report) -> list[str]:
     low, _, high = statistics.quantiles(gains.even_s(ranks), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     if high - low > SCATTER * step.value:
         lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}. That makes intervals wide.")
-    if ends := [_rank_of(g, report.profiles) + end_of(g) for g in report.profiles if g.ended != "done"]:
+    if ends := [f"rank {g.rank}: {end_of(g)}" for g in report.profiles if g.ended != "done"]:
         lines.append(f"Not all was measured: {'; '.join(ends)}.")
     return lines
 

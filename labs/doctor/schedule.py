@@ -53,8 +53,6 @@ def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Sequ
         longer_s = (len(profile.step_s) - steps) * statistics.fmean(profile.step_s)
         yield from _Interleaved(hooks, profile, ranks, seconds - longer_s).all(modes)
     except Apart as e:
-        if not profile.step_s:
-            profile.error = str(e)
         profile.unseen.append(f"counterfactuals: {e}")
         profile.not_tried |= dict.fromkeys(not_reached(profile), str(e))
     ranks.part()
