@@ -10,7 +10,7 @@ from doctor_profiles import STARVED, STEP_S, WELL, made
 from labs.doctor import compare, estimated_gain, report
 from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, TRAINERS, UNPRICED, WRONG
 from labs.doctor.findings import FROM_PARTS, INTERLEAVED, find, healthy, memory_growth, unknown
-from labs.doctor.profile import AS_IS, Line, Loader
+from labs.doctor.profile import Line, Loader
 
 MODES = dict.fromkeys((b.mode for b in BOTTLENECKS if b.mode), STEP_S)
 
@@ -75,16 +75,6 @@ def test_few_rounds_and_wide_intervals_prove_nothing():
     assert not find([noisy]) and not any("no waiting line" in text for text in healthy([noisy]))
 
 
-def test_rounds_are_paired_by_their_place():
-    """A slow spell of the machine is in both sides of its round; a mode of a later stage has no turn in the first."""
-    profile = made()
-    speed = [1, 1, 1, 1, 1, 1, 5, 5, 5, 9, 9, 9]
-    profile.interleaved_s[AS_IS] = [[0.05 * s] for s in speed]
-    profile.interleaved_s["no waiting line"] = [[]] * 6 + [[0.04 * s] for s in speed[6:]]
-    gain = estimated_gain.interleaved([profile], "no waiting line")
-    assert gain.n == 6 and gain.value == pytest.approx(1.25) and gain.low == pytest.approx(gain.high)
-
-
 def test_what_few_steps_have_is_priced_by_its_mean_and_not_by_short_turns():
     """A validation after every fourth step: short turns mostly miss it, and then see nothing."""
     profile = made(noise=0.001, modes=MODES)
@@ -96,14 +86,6 @@ def test_what_few_steps_have_is_priced_by_its_mean_and_not_by_short_turns():
     assert 1.2 < found.gain.low < found.gain.value < found.gain.high < 2
     rate = estimated_gain.samples_per_s([profile])
     assert rate.value == pytest.approx(32 * 30 / sum(profile.step_s), rel=0.01)  # throughput, not the median step's
-
-
-def test_what_comes_without_order_three_times_in_thirty_steps_is_not_known():
-    profile = made(noise=0.001)
-    for i in (5, 7, 28):
-        profile.spans_s["evaluation"][i] = 0.5
-        profile.step_s[i] += 0.5
-    assert not find([profile]) and any("validation" in text for text in unknown([profile]))
 
 
 # Loaders and the script's own lines

@@ -50,10 +50,8 @@ def part_s(profile: Profile, *kinds: str) -> float:
 
 def turns_s(ranks: Sequence[Profile], mode: str) -> list[tuple[list[float], list[float]]]:
     """Each rank's mean step as it is and in a mode, in each round in which all ranks had both turns."""
-    both = [(f.interleaved_s.get(AS_IS, []), f.interleaved_s.get(mode, [])) for f in ranks]
-    rounds = min((len(turns) for of in both for turns in of), default=0)
-    turns = ([[turn for turn in (of[side][r] for of in both)] for side in (0, 1)] for r in range(rounds))
-    return [tuple([statistics.fmean(t) for t in side] for side in of) for of in turns if all(of[0]) and all(of[1])]
+    sides = (zip(*(f.interleaved_s.get(name, []) for f in ranks), strict=False) for name in (AS_IS, mode))
+    return [tuple([statistics.fmean(turn) for turn in side] for side in both) for both in zip(*sides, strict=False)]
 
 
 def pairs_s(ranks: Sequence[Profile], mode: str) -> list[tuple[float, float]]:
