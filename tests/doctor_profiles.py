@@ -29,16 +29,12 @@ def made(
         "steps": 100,
         "wall_s": 30.0,
         "samples": 32.0,
-        "loader": Loader(32, 0, 0, False, False, "Images", "RandomSampler", 1.0),
+        "loader": Loader(32, 0, 0, "Images"),
         "training": {
-            "models": ["Net"],
             "parameters": 1_000_000,
             "dtypes": ["float32"],
-            "optimizers": [{"kind": "AdamW", "fused": False, "foreach": None}],
         },
-        "memory": {"parameters": 4e6, "gradients": 4e6, "optimizer": 8e6, "peak": 3e8},
-        "machine": {"cores": 2, "threads": 1, "cpu_share": 1.0},
-        "cost": {"calls": 20.0, "call_s": 1e-6, "s": 2e-5},
+        "machine": {"cores": 2, "threads": 1},
     }
     return Profile(
         script,

@@ -16,14 +16,11 @@ from processes import MARK, assert_no_survivors, family, new_environment, wait_f
 
 from labs.doctor import __main__ as doctor
 from labs.doctor import profile as doctor_profile
-from labs.doctor import report, supervisor
-from labs.doctor.counterfactuals import MODES
-from labs.doctor.step_timeout import FIRST_S, LEAST_S, TIMES_LONGEST, StepTimeout
+from labs.doctor import supervisor
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
-TORCHS_OWN = ("torchelastic_", "torchinductor_")
-"""Torchrun's log folder, and the cache of torch.compile, an empty folder if nothing is compiled."""
+TORCHS_OWN = ("torchelastic_", "torchinductor_")  # Torchrun's log folder, and the cache of torch.compile
 DOCTOR = "labs_for_tests.doctor_profiles"
 
 TRAINING = """
@@ -79,8 +76,6 @@ class Started:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         options = ["--out", self.out, "--seconds", "0", "--steps", "8", *options]
         self.env = new_environment(TMPDIR=str(self.tmp), OMP_NUM_THREADS="1", **environment)
-        if "TORCHINDUCTOR_CACHE_DIR" not in environment:  # torch.compile in an earlier test has set it
-            self.env.pop("TORCHINDUCTOR_CACHE_DIR", None)
         command = [sys.executable, "-B", *torchrun, "-m", DOCTOR, *options, "train.py", *args]
         with heard():
             self.process = subprocess.Popen(
@@ -149,8 +144,6 @@ assert sys.path[0] == os.path.dirname(__file__), sys.path
 assert sys.path.count(sys.path[0]) == 1 and not any("parts" + os.sep + "doctor" in path for path in sys.path)
 assert sys.argv == ["train.py", "--steps", "7", "--out", "here", "train.py"], sys.argv
 assert Path("train.py").read_text() == Path(__file__).read_text()
-temporary = Path(os.environ["TMPDIR"]).parent.parent  # in which the run's own folder is
-assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary, os.environ["TORCHINDUCTOR_CACHE_DIR"]
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int); parser.add_argument("--out", type=Path)
 parser.add_argument("other")
@@ -185,9 +178,9 @@ def test_a_script_runs_as_it_would_alone(run, tmp_path):
     assert done.code == 0, done.said + done.errors
     facts = done.facts
     assert (facts.ended, facts.stage, len(facts.step_s), facts.micro_batches) == ("done", "done", 8, 3.0)
-    assert facts.argv == ["train.py", *args] and len(facts.training["optimizers"]) == 2
+    assert facts.argv == ["train.py", *args]
     assert {"save", "print"} <= {line.kind for line in facts.lines} and facts.unseen == []
-    assert f"{facts.steps} lines" in done.said
+    assert f"{facts.steps - 1} lines" in done.said  # the last step was ended in
 
 
 def test_a_script_writes_its_own_files_and_into_the_copy_if_one_is_asked_for(start, tmp_path):
@@ -199,30 +192,22 @@ def test_a_script_writes_its_own_files_and_into_the_copy_if_one_is_asked_for(sta
 
 
 WORKERS = (
-    TRAINING.replace("def train(", "def unused(")
+    TRAINING
     + """
 from torch.utils.data import DataLoader, TensorDataset
 import multiprocessing as mp
-loader = DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=2, num_workers=2, persistent_workers=True,
-                    multiprocessing_context=mp.get_context({context!r}) if __name__ == "__main__" else None)
-
-def note(text):
-    with open("seen.txt", "a") as file:
-        file.write(text)
-
-if __name__ == "__main__":
-    other = mp.get_context({context!r}).Process(target=note, args=("child",))
-    other.start(); other.join()
-    assert open("seen.txt").read() == "child"
-    while True:
-        for (x,) in loader:
-            optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+other = mp.get_context("fork").Process(target=lambda: open("seen.txt", "w").write("child"))
+other.start(); other.join()
+assert open("seen.txt").read() == "child"
+while True:
+    for (x,) in DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=2, num_workers=2):
+        optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
 """
 )
 
 
 def test_workers_and_children_write_and_end(run):
-    done = run(WORKERS.replace("{context!r}", repr("fork")))
+    done = run(WORKERS)
     assert done.code == 0, done.said + done.errors
     assert done.facts.ended == "done" and done.facts.loader.workers == 2
 
@@ -267,50 +252,22 @@ def test_a_module_is_run_as_python_m_runs_it(run):
     assert done.code == 0 and [(f.ended, len(f.step_s)) for f in done.ranks] == [("done", 8)] * 2, done.said
 
 
-SILENT = {
-    "deaf to SIGTERM": """
-import signal
+SILENT = """
+import signal, subprocess
 for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(signum, signal.SIG_IGN)
-def wait():
-    time.sleep(1000)
-wait()""",
-    "a child with a session of its own": """
-import subprocess
 for session in (True, False):
     subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(1000)"],
                      start_new_session=session)
-def wait():
-    time.sleep(1000)
-wait()""",
-}
+time.sleep(1000)
+"""
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("name", SILENT)
-def test_a_script_that_takes_no_step_is_ended_and_where_it_stands_is_told(run, name):
-    done = run(TRAINING + SILENT[name], options=["--timeout", "25"])
-    facts = done.facts
-    assert done.code == 1 and (facts.ended, facts.steps) == ("silent", 0)
-    assert facts.error.startswith("no step in 25 s: it stands in train.py:") and facts.error.endswith("in wait")
-
-
-def test_the_first_step_may_take_long_and_the_others_some_times_the_longest_of_them():
-    patience = StepTimeout(None, 100.0)
-    patience.saw(0, 100 + FIRST_S)
-    assert patience.limit_s == FIRST_S and not patience.is_over(100 + FIRST_S) and patience.is_over(101 + FIRST_S)
-    patience.saw(1, 1000.0)  # what came before it says nothing of the others
-    assert patience.limit_s == LEAST_S and patience.is_over(1001 + LEAST_S)
-    patience.saw(2, 1000 + LEAST_S)
-    patience.saw(3, 1001 + LEAST_S)
-    assert patience.limit_s == TIMES_LONGEST * LEAST_S
-    patience.saw(3, 5000.0)
-    assert not patience.is_over(1000 + (1 + TIMES_LONGEST) * LEAST_S)
-    assert patience.is_over(1002 + (1 + TIMES_LONGEST) * LEAST_S)
-    given = StepTimeout(7.0, 0.0)
-    assert given.limit_s == 7 and given.is_over(7.1)
-    given.saw(5, 6.0)
-    assert given.limit_s == 7 and not given.is_over(12.0)
+def test_a_script_that_takes_no_step_is_ended_with_all_that_it_has_started(run):
+    done = run(TRAINING + SILENT, options=["--timeout", "25"])
+    assert done.code == 1 and (done.facts.ended, done.facts.steps) == ("silent", 0)
+    assert done.facts.error.startswith("no step in 25 s")
 
 
 THREADS = """
@@ -345,32 +302,36 @@ def test_a_script_that_catches_everything_is_ended_all_the_same(run):
 
 def at_work(one: Started) -> bool:
     """Whether steps have been taken."""
-    return any(p.read_bytes()[:1] > b"\x05" for p in one.tmp.glob("labs-*/progress-*"))
+    return any(int(p.read_bytes() or 0) > 5 for p in one.tmp.glob("labs-*/progress-*"))
 
 
 def saved(one: Started) -> list[dict]:
     """What it has of each rank so far."""
-    return [json.loads(p.read_text()) for p in one.tmp.glob("labs-*/profile-*.json")]
+    return [json.loads(p.read_text()) for p in one.tmp.glob("labs-*/profile-?")]
 
 
 ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun')\ntrain()"
 ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.05)")  # 10 000 steps: eight minutes
 
 
+LOADED = """
+from torch.utils.data import DataLoader, TensorDataset
+while True:
+    for (x,) in DataLoader(TensorDataset(torch.ones(4096, 8)), 4):
+        time.sleep(0.5); print("step"); optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+"""
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
-    uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
-    script = ENDLESS.replace("time.sleep(0.05)", uneven).replace("set_num_threads(1)", "set_num_threads(64)")
-    one = start(script, options=["--seconds", "1000", "--only", "fewer threads"])
+    one = start(TRAINING + LOADED, options=["--seconds", "1000"])
     wait_for(lambda: any(f["interleaved_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
     assert (done.facts.ended, done.facts.error) == ("stopped", signum.name)
     assert done.code == 0 and "step" in done.said
-    assert len(done.facts.step_s) == 8 and done.facts.interleaved_s["fewer threads"] and "peak" in done.facts.memory
-    told = report.page(report.make([done.facts]))
-    assert f"stopped from outside by {signum.name} after {done.facts.steps} steps" in " ".join(told.split())
+    assert len(done.facts.step_s) == 8 and done.facts.interleaved_s
 
 
 @pytest.mark.drill
@@ -412,7 +373,6 @@ train()
 @pytest.mark.drill
 def test_two_ranks_are_told_together(run):
     done = run(TRAINING + RANKS, ranks=2)
-    assert done.code == 0, done.said + done.errors
     assert [(f.rank, f.ranks, f.ended, len(f.step_s)) for f in done.ranks] == [(0, 2, "done", 8), (1, 2, "done", 8)]
 
 
@@ -428,17 +388,17 @@ def test_a_rank_that_fails_is_told_with_the_other(run, end):
     assert one.ended in ("error", "killed") and one.steps <= 3  # gloo says so, or it waits and is ended
 
 
-# Other programs
-
 # Bad input
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("nothing.py", "there is no script nothing.py"),
+        ("nothing.py", "there is no script nothing.py that can be read"),
         ("--steps 0 train.py", "--steps must be from 1 to 10000, not 0"),
+        ("--seconds -1 train.py", "--seconds must be a number from 0 on"),
         ("--compare none.json train.py", "--compare: none.json cannot be read (No such file or directory)"),
+        ("--out train.py train.py", "--out: cannot write to a folder"),
         ("-m pkg.train --lr 1", "-m: there is no module pkg in this folder, nor among the installed ones"),
         ("hidden/train.py", "{here}/hidden/labs.py has the name of this command's own package: rename it"),
     ],
@@ -461,20 +421,9 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     wanted = doctor.options(["--steps", "3", "train.py", "--steps", "x", "--help", "--", "-v"])
-    assert wanted.order.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.order.steps == 3
-    assert wanted.order.modes is None and wanted.order.timeout_s is None
-    assert doctor.options(["--timeout", "5", "train.py"]).order.timeout_s == 5
-    assert doctor.options(["--seconds", "0", "train.py"]).order.modes == ()
-    usual = [name for name, mode in MODES.items() if not mode.on_request]
-    name = usual[0]
-    assert doctor.options(["--only", name, "--only", "compiled", "train.py"]).order.modes == (name, "compiled")
-    assert doctor.options(["--without", name, "train.py"]).order.modes == tuple(usual[1:])
-
-
-def test_the_command_waits_for_no_torch():
-    """Of each rank there is one such process beside the script's."""
-    code = "import sys, labs.doctor.__main__; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], env=new_environment(), check=True)
+    assert wanted.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.steps == 3
+    assert wanted.timeout is None
+    assert doctor.options(["--timeout", "5", "train.py"]).timeout == 5
 
 
 # The whole command

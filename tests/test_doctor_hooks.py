@@ -4,7 +4,6 @@ import builtins
 import inspect
 import io
 import itertools
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,44 +136,6 @@ def test_a_checkpoints_second_forward_is_backward_and_its_first_no_evaluation(cl
     assert seen[-1] == ({"forward": 0.01, "backward": 0.013}, 4)
 
 
-@pytest.fixture
-def one_rank():
-    """A process group of its own, without a port."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_wait_for_what_was_sent_is_exchange_and_within_a_model_it_is_the_models(clock, one_rank):
-    """FSDP waits for its weights in forward: that is how it works, and nothing that a script could leave out."""
-    inside, kinds = [], []
-
-    class Gathers(nn.Linear):
-        def forward(self, x):
-            torch.distributed.distributed_c10d._get_default_group().allreduce([torch.ones(1)]).wait()
-            inside.append(x)
-            return super().forward(x)
-
-    model = Gathers(8, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = []
-
-    def stepped(seconds):
-        steps.append(seconds)
-        hooks.recording = len(steps) > 3  # the model is found after the first one
-        kinds.extend(line.line for line in hooks.noted_lines(1) if line.kind == "exchange")
-        if len(steps) == 8:
-            raise Done
-
-    with hooked(stepped) as hooks, pytest.raises(Done):
-        for x, y in forever(data()):
-            loss_of(model(x), y).backward()
-            torch.distributed.all_reduce(torch.ones(1), async_op=True).wait()
-            mine = here() - 1
-            optimizer.step()
-    assert len(inside) == 8 and set(kinds) == {mine}
-
-
 def _gan(clock):
     generator, critic = Slow(clock, 0.001), Slow(clock, 0.002)
     first, second = SlowSgd(critic.parameters(), clock, 0.004), SlowSgd(generator.parameters(), clock, 0.008)
@@ -183,14 +144,6 @@ def _gan(clock):
         first.step()
         generator(b[0]).sum().backward()
         second.step()
-
-
-def _submodules(clock):
-    model = nn.ModuleDict({"body": Slow(clock, 0.001), "heads": nn.ModuleList([nn.Linear(3, 3)])})
-    optimizer = SlowSgd(model.parameters(), clock, 0.012)
-    for x, y in forever(loader_of(clock, 0.048)):
-        loss_of(model["heads"][0](model["body"](x)), y).backward()
-        optimizer.step()
 
 
 def _accumulation(clock):
@@ -207,29 +160,10 @@ def _accumulation(clock):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocast_within_a_models_own_forward_is_seen(enabled):
-    """As accelerate has it. Around the loss alone it is not the model's."""
-
-    def training():
-        model = nn.Linear(3, 3)
-        model.forward = torch.autocast("cpu", torch.bfloat16, enabled=enabled)(model.forward)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        while True:
-            output = model(torch.ones(2, 3)).float()
-            with torch.autocast("cpu", torch.float16):
-                output.sum().backward()
-            optimizer.step()
-
-    _, hooks = seconds_of_steps(training)
-    assert hooks.precision == ({"autocast": "bfloat16"} if enabled else {})
-
-
 @pytest.mark.parametrize(
     ("training", "expected"),
     [
         (_gan, {"data": 0.048, "forward": 0.003, "optimizer": 0.012}),
-        (_submodules, {"data": 0.048, "forward": 0.001, "optimizer": 0.012}),
         (_accumulation, {"data": 0.048, "forward": 0.002, "optimizer": 0.012}),
     ],
 )
@@ -376,32 +310,3 @@ def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lin
         exec(compile(source, str(root / folder / "part.py"), "exec"), scope)
         file, _ = hooks.own_line(scope["frame"]())
         assert (file == str(root / folder / "part.py")) == mine
-
-
-class Unreadable(torch.Tensor):
-    """On a GPU its text would be waited for."""
-
-    def __repr__(self, **options):
-        raise AssertionError("its text was asked for")
-
-    __str__ = __repr__
-
-
-class OnGpu(torch.Tensor):
-    @property
-    def device(self):
-        return torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("to", "kind"), [("cpu", "synchronise"), ("cuda:1", "copy"), (torch.ones(1).as_subclass(Unreadable), "synchronise")]
-)
-def test_a_copy_to_the_host_is_a_wait_and_the_text_of_a_tensor_is_never_asked_for(to, kind):
-    hooks = Hooks(os.path.dirname(__file__), lambda seconds: None)
-    hooks.torch, hooks.recording = torch, True
-
-    def copy_of(tensor, *args):
-        return 1.0
-
-    hooks._copying(copy_of)(torch.ones(1).as_subclass(OnGpu), to)
-    assert [line.kind for line in hooks.noted_lines(1)] == [kind]

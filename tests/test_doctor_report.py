@@ -23,14 +23,14 @@ def sick(**more):
         file="/x/train.py",
         line=3,
         code=EVIL,
-        why=f"Because {EVIL}.",
+        what=f"because {EVIL}",
         notebook="01",
-        certainty="at risk",
-        fix=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n",
+        kind="at risk",
+        fix=EVIL,
     )
     noted = Line("print", "print", "/x/train.py", 3, EVIL, 1.0, 5.0)
-    modes = {"same batch again": STEP_S / 2, "no anomaly detection": 0.9 * STEP_S, "half precision": STEP_S}
-    facts = made(STARVED, modes, lines=[noted], not_tried={"compiled": "<b>no compiler</b>"}, **more)
+    modes = {"same batch again": STEP_S / 2, "no buffer broadcast": STEP_S}
+    facts = made(STARVED, modes, lines=[noted], not_tried={"no exchange": "<b>none</b>"}, **more)
     return report.make([facts], [hit])
 
 
@@ -39,18 +39,18 @@ def test_the_page_says_the_largest_problem_first_and_fits_a_terminal():
     lines = report.page(found).splitlines()
     assert lines[0].startswith("SLOW: each step waits 25.") and "Estimated gain 2.0" in " ".join(lines[:2])
     assert len(lines) <= 40 and max(map(len, lines)) <= report.COLUMNS
-    assert not [word for word in ("at most", "holds", "cure", "patient") if word in "\n".join(lines).lower()]
     waits = next(line for line in lines if "waiting for data" in line)
     assert "50 %" in waits and waits.count("#") == 25
-    rest = "\n".join(report.page(found, everything=True).splitlines())
-    assert "half precision: no difference that this run can show" in rest and "not tried: compiled" in rest
-    assert "not tried: compiled" not in "\n".join(lines)
+    rest = report.page(found, everything=True)
+    assert "no buffer broadcast: no gain that this run can show" in rest and "not tried: no exchange" in rest
+    assert "not tried" not in "\n".join(lines)
 
 
 def test_four_problems_are_shown_and_the_others_counted():
-    modes = dict.fromkeys(("no anomaly detection", "single precision"), STEP_S / 1.3)
-    modes |= dict.fromkeys(("no buffer broadcast", "no search for unused parameters"), STEP_S / 1.4)
-    found = report.make([made(STARVED, modes | {"same batch again": STEP_S / 2})])
+    modes = dict.fromkeys(("no waiting line", "no buffer broadcast"), STEP_S / 1.4)
+    profile = made(STARVED, modes | {"same batch again": STEP_S / 2}, machine={"cores": 2, "threads": 4})
+    profile.training["anomaly"] = True
+    found = report.make([profile])
     assert len(found.problems) == 5
     page = report.page(found)
     assert "4. slow" in page and "5. slow" not in page and "1 more: --all" in page
@@ -58,15 +58,14 @@ def test_four_problems_are_shown_and_the_others_counted():
 
 
 def test_a_healthy_script_is_told_so_in_one_line():
-    modes = {"same batch again": STEP_S, "half precision": STEP_S / 1.5}
-    first, second, *_ = report.page(report.make([made(modes=modes)])).splitlines()[:2]
-    assert first.startswith("train.py: no wrong result and no bottleneck was found in these steps. Small gains and")
-    assert second.endswith("half_precision.")
+    modes = {"same batch again": STEP_S, "no buffer broadcast": STEP_S / 1.1}
+    first = report.headline(report.make([made(modes=modes)]))
+    assert first.startswith("train.py: no wrong result and no bottleneck was found") and "buffers" in first
     assert "No fix was tried" in report.headline(report.make([made()]))
 
 
 @pytest.mark.parametrize(("told", "joined", "sees_all"), [(1, [1, 2], False), (4, [0, 1], False), (2, [0, 2], True)])
-def test_there_is_no_verdict_on_ranks_that_the_doctor_does_not_see(told, joined, sees_all, tmp_path):
+def test_there_is_no_verdict_on_ranks_that_the_doctor_does_not_see(told, joined, sees_all):
     facts = [made(modes={"same batch again": STEP_S}, rank=rank, ranks=told) for rank in range(told)]
     for f in facts:
         f.training["group"] = joined
@@ -78,23 +77,18 @@ def test_ranks_are_shown_side_by_side_only_if_they_differ():
     assert report.rank_table(alike) == ([], [])
     header, rows = report.rank_table([made(ranks=2), made(STARVED, rank=1, ranks=2)])
     assert header[1:] == ["rank 0", "rank 1"]
-    assert [float(x) for x in next(row[1:] for row in rows if row[0] == "waiting for data")] == pytest.approx(
-        [1, 25], rel=0.02
-    )
+    data = next(row[1:] for row in rows if row[0] == "waiting for data")
+    assert [float(x) for x in data] == pytest.approx([1, 25], rel=0.02)
 
 
-def _html(found, tmp_path):
-    return report.write_html(found, tmp_path / "page.html").read_text("utf-8")
-
-
-def test_the_html_is_well_formed_loads_nothing_and_holds_the_scripts_text_as_text(tmp_path):
-    text = _html(sick(error=EVIL), tmp_path)
+def test_the_html_is_well_formed_loads_nothing_and_holds_the_scripts_text_as_text():
+    text = report.html(sick())
     tree = ET.fromstring(re.sub(r"<meta[^>]*>", "", text.removeprefix("<!DOCTYPE html>")))  # the rest of it is XML, too
     assert {e.tag for e in tree.iter()} & {"script", "img", "link", "iframe", "b"} == set()
     assert not [e for e in tree.iter() if {"src", "href", "onclick", "srcset"} & set(e.attrib)]
     assert "url(" not in text and "@import" not in text and "default-src 'none'" in text
     told = " ".join(tree.itertext())
-    assert EVIL in told and "{{ 7 * 7 }}" in told  # and not what a template makes of it
+    assert "<script>alert(1)</script>" in told and "{{ 7 * 7 }}" in told  # and not what a template makes of it
 
 
 def test_json_comes_back_as_it_was(tmp_path):
@@ -105,41 +99,21 @@ def test_json_comes_back_as_it_was(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["report.html", "report.json"]
 
 
-def _damaged():
-    def at(*keys, value):
-        def change(row):
-            for key in keys[:-1]:
-                row = row[key]
-            row[keys[-1]] = value
-
-        return change
-
-    yield "not JSON", "{"
-    yield "field 'profiles'", at("profiles", 0, "step_s", value=["x"])
-    yield "field 'findings'", at("findings", 0, "gain", value={"value": "x", "low": 1, "high": 2, "n": 8})
-    yield "field 'unknown'", lambda row: row.pop("unknown")
-
-
-@pytest.mark.parametrize(("words", "damage"), [*_damaged()])
-def test_a_bad_file_is_refused_in_one_line(words, damage, tmp_path):
-    path = report.write_json(sick(), tmp_path / "before.json")
-    if isinstance(damage, str):
-        path.write_text(damage)
-    else:
-        row = json.loads(path.read_text())
-        damage(row)
-        path.write_text(json.dumps(row))
+@pytest.mark.parametrize("text", ["{", "[]", '{"doctor": 1}', '{"doctor": 3, "profiles": [{"x": 1}]}'])
+def test_a_bad_file_is_refused_in_one_line(text, tmp_path):
+    (tmp_path / "before.json").write_text(text)
     with pytest.raises(BadInput) as refused:
-        report.load(path)
+        report.load(tmp_path / "before.json")
     message = str(refused.value)
-    assert words in message and "before.json" in message and "\n" not in message and len(message) < 400
+    assert "before.json" in message and "\n" not in message and len(message) < 400
 
 
 @pytest.mark.skipif(not chromium.executable(), reason=chromium.MISSING)
 def test_in_a_browser_it_fits_a_phone_follows_the_theme_and_asks_for_nothing(tmp_path):
     from playwright.sync_api import sync_playwright
 
-    path = report.write_html(sick(), tmp_path / "page.html")
+    path = tmp_path / "page.html"
+    path.write_text(report.html(sick()))
     asked, shades = [], {}
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium.executable(), args=["--no-sandbox", "--disable-gpu"])

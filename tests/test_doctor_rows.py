@@ -73,4 +73,4 @@ def test_a_folder_labs_that_holds_data_only_is_none_of_ours(tmp_path, monkeypatc
     (tmp_path / "labs" / "day1.csv").touch()
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert doctor.options(["train.py"]).order.argv == ["train.py"]
+    assert doctor.options(["train.py"]).argv == ["train.py"]

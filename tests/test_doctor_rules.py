@@ -1,10 +1,11 @@
-"""The doctor's five static rules: each is silent on the recipes, and finds its line in one where a line is missing."""
+"""The doctor's static rules: each is silent on the recipes, and finds its line in one where a line is missing."""
 
 from pathlib import Path
 
 import pytest
 
-from labs.doctor.static_rules import UNREADABLE, WRONG, check
+from labs.doctor.bottlenecks import WRONG
+from labs.doctor.static_rules import check
 
 RECIPES = Path(__file__).parents[1] / "labs" / "recipes"
 
@@ -14,22 +15,14 @@ def found(folder, source):
     return check(folder / "train.py")
 
 
-@pytest.mark.parametrize("recipe", sorted(p.name for p in RECIPES.glob("*.py")))
-def test_no_recipe_is_accused(recipe):
-    assert check(RECIPES / recipe) == []
+def test_no_recipe_is_accused():
+    assert not [match for path in RECIPES.glob("*.py") for match in check(path)]
 
 
 CHANGES = [
     ("train_single", "            optimizer.zero_grad()\n", "", "zero-grad-missing", "backward()"),
     ("train_ddp", "        sampler.set_epoch(step // len(loader))", "        pass", "set-epoch-missing", "Sampler"),
     ("train_ddp_amp", "            scaler.unscale_(optimizer)", "            pass", "clip-before-unscale", "clip_grad"),
-    (
-        "train_ddp_resume",
-        "save(args.checkpoint, state)",
-        "torch.save(state, args.checkpoint)",
-        "save-not-atomic",
-        "save",
-    ),
 ]
 
 
@@ -37,42 +30,22 @@ CHANGES = [
 def test_a_recipe_with_one_changed_line_is_found(recipe, line, instead, rule, code, tmp_path):
     source = (RECIPES / f"{recipe}.py").read_text()
     assert line in source
-    if rule == "save-not-atomic":
-        source = source.replace("os.replace", "os.stat").replace(".rename(", ".stat(")
-    [match] = [m for m in found(tmp_path, source.replace(line, instead)) if m.rule == rule]
-    assert code in match.code and match.line and match.fix
+    [match] = found(tmp_path, source.replace(line, instead))
+    assert match.rule == rule and code in match.code and match.line and match.fix
 
 
-LOOP = """
-import torch
-with torch.autocast("cuda", torch.float16):
-    loss = model(x)
-loss.backward()
-optimizer.step()
-optimizer.zero_grad()
-"""
+def test_what_a_library_does_is_not_missing(tmp_path):
+    loop = "import torch\nloss.backward()\noptimizer.step()\n"
+    assert [m.rule for m in found(tmp_path, loop)] == ["zero-grad-missing"]
+    assert found(tmp_path, loop.replace("torch", "accelerate")) == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "rules"),
-    [
-        ("", "", ["scaler-missing"]),
-        ("float16", "bfloat16", []),
-        ("import torch\n", "import torch\nimport accelerate\n", []),
-        ("loss.backward()", "scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()", []),
-        ("zero_grad()", "step()", ["zero-grad-missing", "scaler-missing"]),
-    ],
-)
-def test_what_a_library_or_another_line_does_is_not_missing(old, new, rules, tmp_path):
-    assert [m.rule for m in found(tmp_path, LOOP.replace(old, new) if old else LOOP)] == rules
-
-
-def test_modules_of_the_scripts_folder_are_read_and_what_is_wrong_comes_first(tmp_path):
+def test_modules_of_the_scripts_folder_are_read(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "__init__.py").write_text("from .steps import one\n")
     (tmp_path / "lib" / "steps.py").write_text("def one(loss, opt):\n    loss.backward()\n    opt.step()\n")
     [match] = found(tmp_path, "import lib\nlib.one(1, 2)\n")
-    assert (Path(match.file).name, match.line, match.certainty) == ("steps.py", 2, WRONG)
+    assert (Path(match.file).name, match.line, match.kind) == ("steps.py", 2, WRONG)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +53,4 @@ def test_modules_of_the_scripts_folder_are_read_and_what_is_wrong_comes_first(tm
 )
 def test_what_cannot_be_read_is_told_and_no_crash(raw, tmp_path):
     (tmp_path / "train.py").write_bytes(raw)
-    assert {m.rule for m in check(tmp_path / "train.py")} <= {UNREADABLE}
+    assert check(tmp_path / "train.py") == []

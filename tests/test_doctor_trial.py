@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 from processes import assert_no_survivors, new_environment
@@ -116,18 +115,3 @@ def test_a_smoke_run_visits_two_patients_and_leaves_nothing(tmp_path):
     assert found.one("place", patient="slow_loader").value in (1, 2)
     assert found.one("gain").value > 0 and {r.case["exit_code"] for r in found.where("visit_s")} == {0}
     assert "first or second in 100 %" in done.stdout
-
-
-@pytest.mark.drill
-def test_a_trial_that_is_ended_leaves_no_process_and_no_folder(tmp_path):
-    env = new_environment(TMPDIR=str(tmp_path))
-    command = [sys.executable, "-m", "labs.doctor_trial", "--cases", "images", "--out", str(tmp_path / "t.jsonl")]
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    ends = time.monotonic() + 120
-    while not list(tmp_path.glob("labs-trial-*/*")) and time.monotonic() < ends:
-        time.sleep(0.2)
-    time.sleep(3)  # the doctor has begun
-    process.terminate()
-    assert process.wait(60) == 143
-    assert_no_survivors(env["LABS_TEST_MARK"])
-    assert not list(tmp_path.glob("labs-trial-*"))

@@ -1,12 +1,10 @@
 """Where a training's step goes, without a change to it: calls of torch are replaced by ones that also take the time.
 
 Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (profile.KINDS);
-what other threads do is not counted. A step ends with the `step` of the optimizer that was the first to step.
+what other threads do is not counted. A step ends with the `step` of an optimizer; of several, with that of the last.
 
-What is replaced: DataLoader's `next`, the call of the outermost modules that hold the optimizer's parameters,
-`torch.autograd.backward`, collectives of torch.distributed, `.to`, `.cuda`, calls that wait for a device (`.item()` and
-others), print, torch.save. torch.compile sees none of it: modules inside of an outermost one are as they were, and
-while it traces everything else is, too.
+Only the outermost modules that hold an optimizer's parameters are called otherwise. torch.compile sees none of it:
+modules inside of these are as they were, and while it traces everything else is, too.
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from labs.doctor import trainers
-from labs.doctor.bottlenecks import PARTS
+from labs.doctor.bottlenecks import PARTS, TRAINERS
 from labs.doctor.profile import KINDS, Line, Loader, Profile
 from labs.doctor.rows import by_batch_ms, whole
 from labs.kit import _compat
@@ -40,15 +37,11 @@ WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 COPIES = ("to", "cuda")
 COLLECTIVES = """all_reduce all_gather all_gather_into_tensor reduce reduce_scatter barrier broadcast
 reduce_scatter_tensor all_to_all all_to_all_single gather scatter send recv all_gather_object broadcast_object_list
-gather_object
-batch_isend_irecv all_gather_single reduce_scatter_single""".split()
-"""Those that this torch has; FSDP calls the last two. Not isend and irecv: torch compares functions that it is given
-with its own. What they take is the wait for them."""
+gather_object batch_isend_irecv""".split()
+"""Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
 LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
-GONE = 20  # Steps of other optimizers after which the one that ended a step is taken for gone
-ITERATIONS = 3  # From the start: in these it is found out which of several optimizers ends an iteration
 HERE = os.path.dirname(os.path.realpath(__file__))
 LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 SCALER = os.path.join("amp", "grad_scaler.py")
@@ -60,41 +53,35 @@ class Spans:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.calls = 0
         self.restart()
 
     def restart(self) -> None:
         """Begin a step now."""
         self.stack = ["prepare"]
         self.seconds = dict.fromkeys(KINDS, 0.0)
-        self.begun = self.since = time.perf_counter()
+        self.since = time.perf_counter()
 
     def stop(self) -> None:
         """Count nothing any more: this is a worker of a DataLoader."""
         self.thread = -1
 
-    def enter(self, kind: str) -> None:
-        """From here on time is of this kind."""
-        now = time.perf_counter()
-        self.seconds[self.stack[-1]] += now - self.since
-        self.since = now
-        self.stack.append(kind)
-        self.calls += 1
-
-    def leave(self) -> None:
-        """Back to what was before."""
-        now = time.perf_counter()
-        self.seconds[self.stack[-1]] += now - self.since
-        self.since = now
-        if len(self.stack) > 1:
-            self.stack.pop()
-
     def cut(self) -> dict[str, float]:
-        """The step's seconds by kind; they sum to it."""
+        """The step's seconds by kind up to now; they sum to it."""
         now = time.perf_counter()
         self.seconds[self.stack[-1]] += now - self.since
         self.since = now
         return self.seconds
+
+    def enter(self, kind: str) -> None:
+        """From here on time is of this kind."""
+        self.cut()
+        self.stack.append(kind)
+
+    def leave(self) -> None:
+        """Back to what was before."""
+        self.cut()
+        if len(self.stack) > 1:
+            self.stack.pop()
 
 
 class Hooks:
@@ -107,64 +94,47 @@ class Hooks:
         self.probes: Any = None  # Of labs.doctor.probes: they see each call of a model
         self.recording = False  # Whether lines and device times are noted
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
-        self.backwards = 0  # Backward passes in this step
         self.ddp: list[Any] = []
+        self.backwards = 0  # Backward passes in this step
         self.exchanges = 0  # Backward passes in which DDP exchanges gradients, while lines are noted
         self.loader_starts = 0  # Iterations over a training's DataLoader that began in this step
         self.restarts = 0  # Of these, those that started its workers anew
         self.anomaly = False  # Whether autograd's anomaly detection was on in a backward pass
-        self.unused_seen = False  # Whether a step did not use all parameters of `watch_unused`
-        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-        """By id. A script may make a new one in each epoch."""
+        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # By id
         self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
         self.called: set[int] = set()  # Roots that were called with gradients
-        self.forwards: set[types.CodeType] = set()
-        """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
-        self.compiled: set[int] = set()  # Roots on which `module.compile()` was called
-        self.precision: dict[str, str] = {}
-        self.loader: Any = None
-        """The DataLoader that batches of the training came from; the last of them, if there are several."""
+        self.forwards: set[types.CodeType] = set()  # Of all modules with parameters: what runs in one is a model
+        self.autocast = ""  # Its format
+        self.loader: Any = None  # The DataLoader that batches of the training came from; of several, the last
         self.training: weakref.WeakSet = weakref.WeakSet()  # All DataLoaders of the training, and of the evaluation:
         self.evaluating: weakref.WeakSet = weakref.WeakSet()
+        self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
-        self.synchronised = True
-        """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
+        self.synchronised = True  # Whether a step ends only when the device has done its work
         self._own: dict[str, bool] = {}
-        self._looked, self._schedules_seen = 0, False
-        self._ends_steps(None)
+        self._looked = 0
         self._fetched: list[weakref.ref] = []
+        self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._in_batches, self._in_calls = 0, defaultdict(int)
-        self._to_be_used, self._used = 0, 0
         self._undo = ExitStack()
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
+        self._order: list[int] = []  # Of optimizers, in which they took their first steps
+        self._boundary = 0
         self._stepping: dict[int, list[Any]] = {}
-        self.traced = False  # Whether torch.compile has traced something
         self._events: list[tuple[str, Any, Any]] = []
         self._optimizer_began: Any = None
         # What a counterfactual changes, for as long as it lasts
         self.same_batch = False  # Each batch of the training is the one before
-        self.of_batch: Callable[[Any], Any] | None = None  # What becomes of a batch of the training
-        self.around_forward: Callable[[], Any] = nullcontext  # A context in which outermost modules are called
-        self.of_input: Callable[[Any], Any] | None = None
-        self.of_output: Callable[[Any], Any] | None = None
-        """What becomes of an outermost module's arguments, and of its output where that has gradients."""
-        self.instead: dict[int, Callable[..., Any]] = {}  # By root: what is called in its place
-        self.known_values = False
-        """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
+        self.known_values = False  # A wait gives at once what the same line got in the last step that was noted
         self._values: dict[tuple, list[Any]] = {}
         self._given: dict[tuple, int] = defaultdict(int)
-        self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._changed = False
 
     # Installing
 
     def install(self) -> None:
-        """Once torch has been imported. Nothing of it asks the driver, not even whether there is a GPU.
-
-        Which GPUs are visible is settled by the first such question: a script may still want to set that, or to fork.
-        """
+        """Nothing of it asks the driver, not even whether there is a GPU: a script may still want to hide some."""
         import torch
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -173,38 +143,34 @@ class Hooks:
         self.torch = torch
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._replace(torch.autograd, "backward", self._backward)
-        self._replace(torch.autograd, "grad", self._backward)
-        for name in WAITS:
-            self._replace(torch.Tensor, name, self._waiting)
-        for name in COPIES:
-            self._replace(torch.Tensor, name, self._copying)
-        for owner in (torch.cuda, torch.xpu, torch.mps, torch.accelerator):
-            self._replace(owner, "synchronize", functools.partial(self._noted, "synchronise"))
+        replaced = [(torch.autograd, name, self._backward) for name in ("backward", "grad")]
+        replaced += [(torch.Tensor, name, self._waiting) for name in WAITS]
+        replaced += [(torch.Tensor, name, self._copying) for name in COPIES]
+        noted = [
+            (owner, "synchronize", "synchronise") for owner in (torch.cuda, torch.xpu, torch.mps, torch.accelerator)
+        ]
         if dist.is_available():
-            for name in COLLECTIVES:
-                if hasattr(dist, name):
-                    self._replace(dist, name, functools.partial(self._noted, "exchange"))
-            self._replace(dist.Work, "wait", self._waiting_for_ranks)
-        self._replace(torch.autocast, "__enter__", self._autocasting)
-        self._replace(torch, "compile", self._compiling)
-        self._replace(torch, "save", functools.partial(self._noted, "save"))
-        self._replace(builtins, "print", functools.partial(self._noted, "print"))
-        self._replace(DataLoader, "__iter__", self._iterating)
-        self._replace(_compat.LoaderIterator, "__init__", self._making)
-        self._replace(_compat.LoaderIterator, "__next__", self._next)
+            noted += [(dist, name, "exchange") for name in COLLECTIVES]
+            replaced.append((dist.Work, "wait", self._waiting_for_ranks))
+        noted += [(torch, "save", "save"), (builtins, "print", "print")]
+        replaced += [(owner, name, functools.partial(self._noted, kind)) for owner, name, kind in noted]
+        replaced.append((torch, "compile", self._compiling))
+        replaced += [(DataLoader, "__iter__", self._iterating)]
+        replaced += [
+            (_compat.LoaderIterator, "__init__", self._making),
+            (_compat.LoaderIterator, "__next__", self._next),
+        ]
+        for owner, name, by in replaced:
+            original = getattr(owner, name)
+            own = original if name in vars(owner) else None  # else inherited
+            self._patches.append((owner, name, own, functools.wraps(original)(by(original))))
+        self.put_on()
         os.register_at_fork(after_in_child=self.spans.stop)  # stays registered: not of self, which knows the loader
 
     def remove(self) -> None:
         """All is as it was before."""
         self.take_off()
         self._undo.close()
-
-    def _replace(self, owner: Any, name: str, by: Callable[[Callable], Callable]) -> None:
-        original = getattr(owner, name)
-        own = name in vars(owner)  # else inherited
-        self._patches.append((owner, name, original if own else None, functools.wraps(original)(by(original))))
-        setattr(owner, name, self._patches[-1][-1])
 
     def put_on(self, *args: Any) -> None:
         """What is replaced is again."""
@@ -220,18 +186,6 @@ class Hooks:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)
-
-    # torch.autocast
-
-    def _autocasting(self, enter: Callable) -> Callable:
-        """A model may switch it on within its own forward, as the wrappers of some libraries do: it is off outside."""
-
-        def entered(context: Any) -> Any:
-            if not self._elsewhere() and _compat.autocast_is_on(context) and self.spans.stack[-1] == "forward":
-                self.precision["autocast"] = str(context.fast_dtype).removeprefix("torch.")
-            return enter(context)
-
-        return entered
 
     # torch.compile
 
@@ -252,15 +206,10 @@ class Hooks:
 
     def _trace_begins(self, *args: Any) -> None:
         self.take_off()
-        self.traced = True
         if self._adopted and not self.called and not {"forward", "evaluation"} & set(self.spans.stack):
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """A compiled function calls the models: what is hung onto them would be in its graph."""
-        for undo in self._adopted:
-            undo()
-        self._adopted, self._looked = [], LOOKED_FOR
+            for undo in self._adopted:  # a compiled function calls the models: what is hung onto them would be in it
+                undo()
+            self._adopted, self._looked = [], LOOKED_FOR
 
     def _elsewhere(self) -> bool:
         """In a thread that is not the script's, in a fork, or while torch.compile reads the program."""
@@ -288,7 +237,7 @@ class Hooks:
                 return result
             finally:
                 if self.recording and not (kind == "copy" and result is args[0]):  # it was there
-                    noted = self.lines[(kind, name, *self._line())]
+                    noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
                     noted[0] += 1
                     noted[1] += time.perf_counter() - begun
 
@@ -314,7 +263,7 @@ class Hooks:
                 return self._timed("synchronise", function, (tensor, *args), kwargs)
             if tensor.device.type == "cpu":  # its value is there
                 return noted(tensor, *args, **kwargs)
-            key = (function.__name__, *self._line())
+            key = (function.__name__, *self.own_line(sys._getframe(1)))
             place, known = self._given[key], self._values.setdefault(key, [])
             self._given[key] += 1
             if self.known_values and place < len(known):
@@ -327,12 +276,9 @@ class Hooks:
         return call
 
     def _copying(self, function: Callable) -> Callable:
-        """To the host it is a wait as `.cpu()` is."""
-        copied, waited = self._noted("copy", function), self._waiting(function)
+        copied = self._noted("copy", function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values()))):
-                return waited(tensor, *args, **kwargs)
             began = self.mark() if self.recording and tensor.device.type == "cpu" and not self._elsewhere() else None
             result = copied(tensor, *args, **kwargs)
             if began is not None and self.spans.stack[-1] not in OPAQUE | {"forward", "backward"}:
@@ -340,12 +286,6 @@ class Hooks:
             return result
 
         return call
-
-    def _is_host(self, where: Any) -> bool:
-        """Of an argument of `.to`. The text of a tensor is never asked for: that waits for it."""
-        if isinstance(where, self.torch.Tensor):
-            where = where.device
-        return isinstance(where, str | self.torch.device) and str(where).startswith("cpu")
 
     def _backward(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -397,43 +337,32 @@ class Hooks:
             loader = getattr(iterator, "_doctor_loader", None)
             if loader is None or self._elsewhere():
                 return function(iterator)
-            again = self.same_batch and loader in self.training and self._again(loader)
-            if not again:
-                batch = self._timed(self._kind_of(loader), function, (iterator,), {})
-                if loader in self.training:
-                    self._keep(loader, batch)
+            training = loader in self.training
+            if self.same_batch and training and loader in self._batches:
+                batch = _new_containers(self._batches[loader][0])
             else:
-                batch = again[0]
+                batch = self._timed(self._kind_of(loader), function, (iterator,), {})
+                if training:
+                    if before := self._batches.get(loader):
+                        self.writes_batches = self.writes_batches or self._versions(before[0]) != before[1]
+                    self._batches[loader] = _new_containers(batch), self._versions(batch)
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
             if loader is self.loader:
                 self._in_batches += length(batch, self.torch.Tensor)
-            return self.of_batch(batch) if self.of_batch and loader in self.training else batch
+            return batch
 
         return call
 
-    def _keep(self, loader: Any, batch: Any) -> None:
-        """For the same batch again. A script may write into a batch; then a copy of the next one is kept."""
-        before = self._batches.get(loader)
-        if before and not before[2] and not self.same_batch:
-            self._changed = (
-                self._changed or [_compat.times_written(t) for t in _leaves(before[0], self.torch)] != before[1]
-            )
-        copied = self._changed and self.same_batch
-        kept = _mapped(self.torch.Tensor.clone, batch, self.torch) if copied else batch
-        self._batches[loader] = kept, [_compat.times_written(t) for t in _leaves(kept, self.torch)], copied
+    def _versions(self, batch: Any) -> list[int]:
+        return [_compat.times_written(t) for t in self._leaves(batch)]
+
+    def _leaves(self, tree: Any) -> list[Any]:
+        return [leaf for leaf in _compat.tree_leaves(tree) if isinstance(leaf, self.torch.Tensor)]
 
     def last_batch(self) -> Any:
         """Of the training, as the DataLoader gave it; None if there is none."""
         kept = self._batches.get(self.loader) if self.loader is not None else None
         return kept[0] if kept else None
-
-    def _again(self, loader: Any) -> tuple[Any] | None:
-        """The batch before, in new lists and dicts: a script may take things out of them. None if it was changed."""
-        kept = self._batches.get(loader)
-        if kept is None or (self._changed and not kept[2]):
-            return None
-        own = self.torch.Tensor.clone if kept[2] else (lambda t: t)
-        return (_mapped(own, kept[0], self.torch),)
 
     def _kind_of(self, loader: Any) -> str:
         return "evaluation" if loader in self.evaluating else "data"
@@ -460,8 +389,6 @@ class Hooks:
                 continue
             self.roots[id(module)] = module
             before = _compat.compiled_call(module)
-            if before is not None:
-                self.compiled.add(id(module))
             _compat.call_through(module, functools.partial(self._call_root, module, before))
             undo = functools.partial(_compat.call_through, module, before)
             self._adopted.append(undo)
@@ -471,25 +398,20 @@ class Hooks:
         function = compiled or _compat.plain_call(module)
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
-        given = args, kwargs
         # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
-        training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _leaves(given, self.torch))
+        training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in self._leaves((args, kwargs)))
         again = self.spans.stack[-1] == "backward"
         self._sort(training)
-        if self.of_input:
-            args, kwargs = self.of_input(given)
         if self.probes is not None:
             self.probes.forward(module, training, again, args, kwargs)
         if not training:
             return self._on_device("evaluation", function, args, kwargs)
-        function = self.instead.get(id(module), function)
         if not again:
-            self._seen(module, *given)
-        with self.around_forward():
-            output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
-        if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
+            self._seen(module, args, kwargs)
+        output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
+        if self.spans.stack[-1] == "prepare":
             self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
-        return self.of_output(output) if self.of_output else output
+        return output
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
         """At each call: how many samples. At the first one: device, precision."""
@@ -501,26 +423,7 @@ class Hooks:
         self.device = self.device or (None if first is None else first.device)
         kind = self.device.type if self.device is not None else "cpu"
         if self.torch.is_autocast_enabled(kind):
-            self.precision["autocast"] = str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
-
-    def watch_unused(self, parameters: Iterable[Any]) -> None:
-        """From now on see whether each step's backward passes use all of them, on this rank."""
-
-        def used(parameter: Any) -> None:
-            self._used += 1
-
-        for parameter in parameters:
-            self._to_be_used += 1
-            self._undo.callback(parameter.register_post_accumulate_grad_hook(used).remove)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens within is not the script's: nothing of it is counted."""
-        thread, self.spans.thread = self.spans.thread, -1
-        try:
-            yield
-        finally:
-            self.spans.thread = thread
+            self.autocast = str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -546,11 +449,11 @@ class Hooks:
     def _discover(self) -> None:
         """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
         self._looked += 1
-        self._hook_schedules()
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
+        every = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
         if mine - held:
-            modules = [m for m in self._modules() if any(id(p) in mine for p in m.parameters())]
+            modules = [m for m in every if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
             self._adopt(m for m in modules if id(m) not in inner)
             self._fetched = []  # by calls that were not seen
@@ -562,30 +465,14 @@ class Hooks:
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
                 self._adopt([wrapped])  # DDP: evaluation calls what it wraps
         if not self.looking:
-            kinds = {type(m) for m in self._modules() if next(m.parameters(), None) is not None}
+            kinds = {type(m) for m in every if next(m.parameters(), None) is not None}
             forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
             codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
             self.forwards = {code for code in codes if code is not None}
 
-    def _modules(self) -> list[Any]:
-        return [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
-
     def in_forward(self, frame: types.FrameType | None) -> bool:
         """Whether a module's forward is running there: called by name, or of a module that is not a root."""
-        while frame is not None:
-            if frame.f_code in self.forwards:
-                return True
-            frame = frame.f_back
-        return False
-
-    def _hook_schedules(self) -> None:
-        """What a pipeline's schedule does besides forward and backward is exchange: it waits for its neighbours."""
-        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-        if schedules is None or self._schedules_seen:
-            return
-        self._schedules_seen = True
-        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            self._replace(owner, "step", functools.partial(self._noted, "exchange"))
+        return any(f.f_code in self.forwards for f in _callers(frame))
 
     # Steps
 
@@ -593,10 +480,8 @@ class Hooks:
         if self._elsewhere():
             return None
         self.optimizers[id(optimizer)] = optimizer
-        if self._boundary not in self.optimizers:  # it is the first one, or the script has dropped that before it
-            self._ends_steps(id(optimizer))
         begun = self._stepping.get(id(optimizer))
-        if begun and _runs(begun[0]):  # a subclass whose step calls that of its class
+        if begun and begun[0] in _callers(sys._getframe(1)):  # a subclass whose step calls that of its class
             begun[1] += 1
             return None
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
@@ -613,8 +498,6 @@ class Hooks:
 
         @functools.wraps(argument)
         def closure(*args: Any, **kwargs: Any) -> Any:
-            if self._elsewhere():
-                return argument(*args, **kwargs)
             return self._timed(self.spans.stack[0], argument, args, kwargs)
 
         return closure
@@ -631,40 +514,22 @@ class Hooks:
         if self._optimizer_began is not None:
             self._events.append(("optimizer", self._optimizer_began, self.mark()))
             self._optimizer_began = None
-        self._find_last(id(optimizer))
-        self._others = 0 if id(optimizer) == self._boundary else self._others + 1
-        if self._others > GONE * len(self.optimizers):
-            self._ends_steps(id(optimizer))
-        if id(optimizer) == self._boundary:
+        if self._ends_a_step(id(optimizer)):
             self._end_step()
 
-    def _ends_steps(self, optimizer: int | None) -> None:
-        """Until `_find_last` knows better."""
-        self._boundary, self._others = optimizer, 0
-        self._iterations = 0
-        self._in_iteration: list[int] = []
-        self._in_each: list[int] = []
-
-    def _find_last(self, optimizer: int) -> None:
-        """Of several optimizers a step ends with the last that takes one step in each iteration.
-
-        After that of an earlier one the graph of a loss to come may be there: torch refuses to go back through weights
-        that were put back meanwhile. The first iteration begins with the first optimizer that takes a step.
-        """
-        if self._iterations == ITERATIONS:
-            return
-        if self._in_iteration[:1] == [optimizer]:
-            self._iterations += 1
-            once = [o for o in self._in_iteration if self._in_iteration.count(o) == 1]
-            self._in_each = [o for o in once if o in (self._in_each or once)]
-            self._boundary, self._in_iteration = self._in_each[-1], []
-        self._in_iteration.append(optimizer)
+    def _ends_a_step(self, optimizer: int) -> bool:
+        """Of several optimizers the last does: before, a graph may be there that needs the weights as they are."""
+        if self._boundary not in self.optimizers:  # the script dropped it
+            self._order = []
+        if optimizer not in self._order:
+            self._order.append(optimizer)
+            self._boundary = optimizer
+        return optimizer == self._boundary
 
     def _end_step(self) -> None:
         if self.synchronised:
             self.synchronise()
         seconds = self.spans.cut()
-        self.unused_seen = self.unused_seen or (self.recording and self._used < self._to_be_used)
         if self.looking:
             self._discover()
         elif not self.called and self.loader is None:
@@ -672,25 +537,15 @@ class Hooks:
         try:
             self.on_step(seconds)
         finally:
-            self.backwards = self.loader_starts = self.restarts = self._in_batches = self._used = 0
+            self.backwards = self.loader_starts = self.restarts = self._in_batches = 0
             self._in_calls.clear()
             self._given.clear()
             self.spans.restart()
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given so far. The script itself does not: the wait is ours."""
-        if self.can_wait:
-            self.spans.enter("device")
-            (self.torch.cuda if self.device.type == "cuda" else self.torch.accelerator).synchronize(self.device)
-            self.spans.leave()
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether there is a device besides the host, and torch can wait for it."""
-        if self.device is None or self.device.type in ("cpu", "cuda"):
-            return self.device is not None and self.device.type == "cuda"
-        of_torch = self.torch.accelerator.current_accelerator()
-        return of_torch is not None and self.device.type == of_torch.type
+        if self.device is not None and self.device.type in ("cuda", "xpu", "mps"):
+            self._timed("device", self.torch.accelerator.synchronize, (self.device,), {})
 
     def mark(self) -> Any:
         """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
@@ -710,13 +565,9 @@ class Hooks:
 
     # Lines
 
-    def _line(self) -> tuple[str, int]:
-        """The nearest line of the script's own that has led here; ("", 0) if there is none."""
-        return self.own_line(sys._getframe(2))
-
     def own_line(self, frame: types.FrameType | None) -> tuple[str, int]:
-        """The same, from a frame on."""
-        while frame is not None:
+        """The nearest line of the script's own that has led to `frame`; ("", 0) if there is none."""
+        while frame is not None:  # no generator: it is called in each step
             name = frame.f_code.co_filename
             if name not in self._own:
                 path = os.path.realpath(name)
@@ -736,15 +587,6 @@ class Hooks:
         return sorted(found, key=lambda noted: -noted.ms)
 
 
-def _item_line(hooks: Hooks, dataset: Any) -> str:
-    """Where the script's own __getitem__ returns."""
-    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    if code is None or not os.path.realpath(code.co_filename).startswith(hooks.folder + os.sep):
-        return ""
-    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
-    return f"{os.path.basename(code.co_filename)}:{last}  {linecache.getline(code.co_filename, last).strip()}"
-
-
 def length(batch: Any, tensor: type) -> int:
     """Of the first tensor in it that has a dimension; 0 if there is none."""
     if isinstance(batch, tensor):
@@ -753,83 +595,62 @@ def length(batch: Any, tensor: type) -> int:
     return next((n for n in (length(value, tensor) for value in values) if n), 0)
 
 
-def _runs(frame: Any) -> bool:
-    """Whether it is one of those that have led here: a step that has failed is not."""
-    here = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
+def _new_containers(batch: Any) -> Any:
+    """The same tensors in new lists and dicts: a script may take things out of these."""
+    return _compat.tree_map(lambda leaf: leaf, batch)
 
 
-def _leaves(tree: Any, torch: Any) -> list[Any]:
-    return [leaf for leaf in _compat.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _mapped(change: Callable[[Any], Any], tree: Any, torch: Any) -> Any:
-    """The same structure of new lists, tuples and dicts, its tensors changed."""
-    return _compat.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+def _callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """`frame` and those that have led to it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _own_copy(value: Any) -> Any:
     """A tensor or array may be written into by whoever gets it."""
-    return (
-        value.copy()
-        if hasattr(value, "__array__") and hasattr(value, "copy")
-        else (value.clone() if hasattr(value, "clone") else value)
-    )
+    if hasattr(value, "clone"):
+        return value.clone()
+    return value.copy() if hasattr(value, "__array__") and hasattr(value, "copy") else value
 
 
-def _checksum(parameters: Iterable[Any], torch: Any) -> float:
-    """The same on ranks that hold the same weights; 0 if it is no number."""
-    total = 0.0
-    with torch.no_grad():
-        for p in parameters:
-            own = p.to_local() if hasattr(p, "to_local") else p
-            total += float(own.detach().sum(dtype=torch.float64))
-    return total if math.isfinite(total) else 0.0
+def local_part(tensor: Any) -> Any:
+    """Of a tensor of FSDP2, what is on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def describe(hooks: Hooks, profile: Profile) -> None:
     """Write into `profile` what the training consists of. Called at the end of a step, below whatever has called it."""
     torch = hooks.torch
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
 
     roots = [m for key, m in hooks.roots.items() if key in hooks.called] or list(hooks.roots.values())
     modules = [m for root in roots for m in root.modules()]
-    ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    hooks.ddp = ddp = list({id(m): m for m in modules if isinstance(m, DistributedDataParallel)}.values())
     parameters = {id(p): p for root in roots for p in root.parameters()}.values()
+    with torch.no_grad():
+        weights = sum(float(local_part(p).detach().sum(dtype=torch.float64)) for p in parameters)
     profile.training = {
-        "models": [type(m).__name__ for m in roots],
         "forward_seen": bool(hooks.called),
-        "trainer": trainers.calling(sys._getframe()),
+        "trainer": _trainer(),
         "parameters": sum(p.numel() for p in parameters),
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-        "autocast": hooks.precision.get("autocast", ""),
-        "optimizers": [
-            {"kind": type(o).__name__, "fused": bool(o.defaults.get("fused")), "foreach": o.defaults.get("foreach")}
-            for o in hooks.optimizers.values()
-        ],
+        "autocast": hooks.autocast,
         "ddp": len(ddp),
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
         "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
         "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
-        "data_parallel": any(isinstance(m, DataParallel) for m in modules),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
-        "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
         "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
+        # Ranks that hold the same model have the same in these two
         "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
-        "weights": _checksum(parameters, torch),
+        "weights": weights if math.isfinite(weights) else 0.0,
     }
-    hooks.ddp = ddp
-    searching = [m for m in ddp if m.find_unused_parameters]
-    hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
     profile.device = hooks.device.type if hooks.device is not None else "cpu"
     if profile.device == "cuda":
         profile.device_name = torch.cuda.get_device_name(hooks.device)
-    elif profile.device != "cpu" and not hooks.can_wait:
-        profile.unseen.append(f"when {profile.device} is done: torch cannot wait for it, so a step ends on the host")
     if hooks.loader is not None:
         one = hooks.loader
         batch_size = one.batch_size or getattr(one.batch_sampler, "batch_size", None)
@@ -837,14 +658,24 @@ def describe(hooks: Hooks, profile: Profile) -> None:
             batch_size,
             one.num_workers,
             (one.prefetch_factor or 0) if one.num_workers else 0,
-            bool(one.pin_memory),
-            bool(one.persistent_workers),
             type(one.dataset).__name__,
-            type(one.sampler).__name__,
-            0.0,
             by_batch_ms(one.dataset, batch_size),
             _item_line(hooks, whole(one.dataset)),
         )
     if not hooks.called:
-        where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
-        profile.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")
+        profile.unseen.append(f"no call of a model was seen, unless it is compiled: it is part of '{PARTS['prepare']}'")
+
+
+def _trainer() -> str:
+    """Whose loop has called down to here: a name in TRAINERS, or "" for a loop of one's own."""
+    modules = [f"{f.f_globals.get('__name__')}." for f in _callers(sys._getframe(1))]
+    return next((t for prefix, t in TRAINERS.items() if any(m.startswith(f"{prefix}.") for m in modules)), "")
+
+
+def _item_line(hooks: Hooks, dataset: Any) -> str:
+    """Where the script's own __getitem__ returns."""
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    if code is None or not os.path.realpath(code.co_filename).startswith(hooks.folder + os.sep):
+        return ""
+    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+    return f"{os.path.basename(code.co_filename)}:{last}  {linecache.getline(code.co_filename, last).strip()}"

@@ -8,35 +8,18 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-KINDS = (
-    "data",
-    "copy",
-    "prepare",
-    "forward",
-    "backward",
-    "exchange",
-    "optimizer",
-    "evaluation",
-    "synchronise",
-    "print",
-    "save",
-    "rest",
-    "device",
+KINDS = tuple(
+    "data copy prepare forward backward exchange optimizer evaluation synchronise print save rest device".split()
 )
 """Parts of a step. Each instant of the script's main thread belongs to one:
 data: in the DataLoader's `next`; copy: in `.to`, `.cuda`; prepare: the script's own, from a step's start to its first
-forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls, waits for what
-it has sent and received, and a pipeline's schedule besides forward and backward (DDP's collectives are in backward);
-evaluation: a model called without gradients; synchronise: in calls that wait for the device (`.item()`); print, save:
-in print and torch.save; rest: the script's own, after the first forward; device: what a GPU still works on at a step's
-end, for which the doctor waits there and the script does not: in the script it runs beside the next step."""
+forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls, and waits for
+what it has sent and received (DDP's collectives are in backward); evaluation: a model called without gradients;
+synchronise: in calls that wait for the device (`.item()`); print, save: in print and torch.save; rest: the script's
+own, after the first forward; device: what a GPU still works on at a step's end, for which the doctor waits."""
 AS_IS = "as it is"
 NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
 """What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
-
-
-class Gone(str):
-    """A reason not to try a counterfactual: what it takes away is not there. Other reasons leave that open."""
 
 
 @dataclass
@@ -61,11 +44,7 @@ class Loader:
     batch_size: int | None  # None: a batch_sampler of the script's own makes batches
     workers: int
     prefetch: int  # Batches that each worker has ready; 0 without workers
-    pinned: bool
-    persistent: bool
     dataset: str
-    sampler: str
-    wait_ms: float  # Median wait for a batch in a step as it is
     by_batch_ms: float | None = None
     """Of one index for a whole batch, where samples are rows of tensors or arrays that the dataset holds."""
     item: str = ""  # Where the dataset's __getitem__ is in the script: "file:line  code"
@@ -98,7 +77,7 @@ class Profile:
     spans_s: dict[str, list[float]] = field(default_factory=dict)
     """By kind, for each of these steps: they sum to the step."""
     device_s: dict[str, list[float]] = field(default_factory=dict)
-    """On a GPU: by kind, time between events on its stream. `spans_s` is the host's."""
+    """On a GPU: by kind, one mean time per step, by its own clock. `spans_s` is the host's."""
     micro_batches: float = 1.0  # Backward passes per optimizer step
     samples: float | None = None  # Per step and rank
     lines: list[Line] = field(default_factory=list)  # Costliest first
@@ -109,45 +88,20 @@ class Profile:
 
     interleaved_s: dict[str, list[list[float]]] = field(default_factory=dict)
     """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
-    with the others; an empty list in rounds in which it had no turn. Parts of `rare` are not in it."""
-    rare: list[str] = field(default_factory=list)
-    """Of "evaluation", "save", "print": what some steps have and others have not."""
-    trying: str = ""
-    """A counterfactual that the script may not survive, while it is tried."""
-    samples_factor: dict[str, float] = field(default_factory=dict)
-    """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
+    with the others. Rare parts are not in it."""
     not_tried: dict[str, str] = field(default_factory=dict)
-    """By mode: why it cannot be tried here, or would show nothing."""
-    gone: list[str] = field(default_factory=list)
-    """Of these the modes whose reason is that what they take away is not there."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """By mode: why it had no turn although it can be tried, and what to type."""
-    planned: list[str] = field(default_factory=list)  # Counterfactuals and trials that were wanted, by name
+    """By mode: why it was not tried here, or would show nothing."""
+    planned: list[str] = field(default_factory=list)  # Counterfactuals that were wanted, by name
     seconds: float | None = None  # That were given for them
 
-    loader_s: dict[str, list[float]] = field(default_factory=dict)
-    """By number of workers: time per batch of the DataLoader alone, as fast as it can; one per round."""
-    copy_s: dict[str, list[float]] = field(default_factory=dict)
-    """On a GPU, "pageable" and "pinned": copying a batch to it, in turn."""
-
     training: dict[str, Any] = field(default_factory=dict)
-    """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
-    find_unused_parameters, compiled, scaler: see hooks.describe; trainer: whose loop it is, a key of trainers.CURES or
-    ""; group: rank and number of ranks by torch.distributed, None without it; half: the format that half precision was
-    tried in."""
+    """What it consists of: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
-    or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes
-    per step), tensors_growth (per step), tensor_bytes_growth
-    (bytes per step)."""
+    """free (bytes); series: [steps so far, bytes in use] after each step as it is and after each turn of such
+    steps; on a CPU tensors_growth (per step) and tensor_bytes_growth."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers); in the first rank of each
-    machine others_percent: of the usable cores, what programs outside of this run took."""
-    compiles: dict[str, Any] = field(default_factory=dict)
-    """in_steps: graphs compiled while steps were looked at; at: which of these steps made any."""
-    cost: dict[str, float] = field(default_factory=dict)
-    """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory, of all steps), s
-    (per step: calls at their price, and looks at memory and at lines)."""
+    """cores (usable), threads (torch's)."""
+    compiles: list[int] = field(default_factory=list)  # Graphs that torch.compile made in each step as it is
     unseen: list[str] = field(default_factory=list)  # What this training does that the doctor cannot see, in words
 
     def save(self, path: Path) -> None:
@@ -172,28 +126,21 @@ def from_json(row: dict[str, Any]) -> Profile:
     known = {f.name for f in fields(Profile)}
     if not isinstance(row, dict) or not {"script", "argv", "step_s"} <= set(row) <= known:
         raise ValueError("no profile of a rank")
-    found = Profile(**row)
-    found.lines = [Line(**line) for line in row["lines"]]
-    found.loader = Loader(**row["loader"]) if row["loader"] else None
-    return found
-
-
-TRIALS = {"other loaders": "loader_s", "pinned memory": "copy_s"}
-"""What is tried beside the script's loop, and where its times are."""
+    loader = Loader(**row["loader"]) if row["loader"] else None
+    return Profile(**row | {"lines": [Line(**line) for line in row["lines"]], "loader": loader})
 
 
 def not_reached(profile: Profile) -> list[str]:
     """What was wanted and has no time and no reason: the run ended before."""
-    taken = {*profile.interleaved_s, *(name for name, times in TRIALS.items() if getattr(profile, times))}
-    return [name for name in profile.planned if name not in taken | profile.not_tried.keys() | profile.left_out.keys()]
+    return [name for name in profile.planned if name not in {*profile.interleaved_s, *profile.not_tried}]
+
+
+def rare_kinds(profile: Profile) -> list[str]:
+    """Kinds of NOW_AND_THEN that some steps have, and fewer than IN_MOST_STEPS."""
+    return [kind for kind in NOW_AND_THEN if 0 < share_of_steps(profile, kind) < IN_MOST_STEPS]
 
 
 def share_of_steps(profile: Profile, kind: str) -> float:
     """How many of the steps as they are have a part of this kind."""
     seen = profile.spans_s.get(kind, [])
     return sum(s > 0 for s in seen) / len(seen) if seen else 0.0
-
-
-def rare_kinds(profile: Profile) -> list[str]:
-    """Kinds of NOW_AND_THEN that some steps have, and fewer than IN_MOST_STEPS."""
-    return [kind for kind in NOW_AND_THEN if 0 < share_of_steps(profile, kind) < IN_MOST_STEPS]

@@ -38,57 +38,36 @@ class Ranks:
 
     def look(self) -> None:
         """Whether ranks answer that nothing has announced: the script may have started them, or another shell."""
-        if (group() or (0, 1))[1] <= self.expected:
-            return
-        try:
-            self.each_says(0, TIMEOUT_UNEXPECTED_S)
-        except Apart:
-            self.alone = True
-
-    def _store(self) -> Any:
-        self.rank, self.ranks = (0, 1) if self.alone else group() or (0, 1)
-        return None if self.ranks == 1 else _compat.default_store()
-
-    def first_says(self, words: str) -> str:
-        """Rank 0's words."""
-        store = self._store()
-        if store is None:
-            return words
-        self.calls += 1
-        if self.rank == 0:
-            store.set(f"{KEY}/{self.calls}", words)
-            return words
-        return self._heard(store, f"{KEY}/{self.calls}")
+        if (group() or (0, 1))[1] > self.expected:
+            try:
+                self.each_says(0, TIMEOUT_UNEXPECTED_S)
+            except Apart:
+                self.alone = True
 
     def each_says(self, thing: Any, timeout: timedelta = TIMEOUT_S) -> list[Any]:
         """What each rank says, by rank: anything that JSON can hold."""
-        store = self._store()
-        if store is None:
+        rank, ranks = (0, 1) if self.alone else group() or (0, 1)
+        if ranks == 1:
             return [thing]
+        store = _compat.default_store()
         self.calls += 1
-        keys = [f"{KEY}/{self.calls}/{rank}" for rank in range(self.ranks)]
-        store.set(keys[self.rank], json.dumps(thing))
-        return [json.loads(self._heard(store, key, timeout)) for key in keys]
+        keys = [f"{KEY}/{self.calls}/{number}" for number in range(ranks)]
+        store.set(keys[rank], json.dumps(thing))
+        try:
+            store.wait(keys, timeout)
+        except RuntimeError as e:  # torch's DistStoreError is one
+            raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
+        return [json.loads(store.get(key).decode()) for key in keys]
 
-    def wait(self) -> None:
-        """Until all have come here."""
-        self.each_says(0)
+    def first_says(self, thing: Any) -> Any:
+        """What rank 0 says."""
+        return self.each_says(thing)[0]
 
     def part(self) -> None:
         """Nothing is said any more. Rank 0, whose process may be the store's, goes last."""
-        store = self._store()
-        if store is None:
-            return
-        if self.rank:
-            store.set(f"{KEY}/gone/{self.rank}", "")
-            return
-        with suppress(Apart):
-            for rank in range(1, self.ranks):
-                self._heard(store, f"{KEY}/gone/{rank}")
-
-    def _heard(self, store: Any, key: str, timeout: timedelta = TIMEOUT_S) -> str:
-        try:
-            store.wait([key], timeout)
-        except RuntimeError as e:  # torch's DistStoreError is one
-            raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
-        return store.get(key).decode()
+        rank, ranks = (0, 1) if self.alone else group() or (0, 1)
+        if rank:
+            _compat.default_store().set(f"{KEY}/gone/{rank}", "")
+        elif ranks > 1:
+            with suppress(RuntimeError):
+                _compat.default_store().wait([f"{KEY}/gone/{number}" for number in range(1, ranks)], TIMEOUT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,42 +23,31 @@ def rows_in_memory(dataset: Any) -> Callable[[Any], Any] | None:
     dataset = whole(dataset)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or hasattr(dataset, "__getitems__"):
         return None
-    numpy = sys.modules.get("numpy")
-    arrays = (torch.Tensor, numpy.ndarray) if numpy else torch.Tensor
     values = [v for held in vars(dataset).values() for v in (held if isinstance(held, tuple | list) else [held])]
-    held = [v for v in values[:MOST_HELD] if isinstance(v, arrays) and len(v.shape) and len(v) == len(dataset)]
-    if not held or len(dataset) < 2:
-        return None
-    draws = _random_state()
+    arrays = [v for v in values[:MOST_HELD] if hasattr(v, "__array__") and len(v.shape) and len(v) == len(dataset)]
+    draws = torch.get_rng_state().tolist(), random.getstate()
     try:
-        chosen = [_held_rows(held, dataset[i], i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
+        chosen = [_held_rows(arrays, dataset[i], i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
     except Exception:  # the dataset's own: then it isn't so simple
         return None
-    if draws != _random_state() or None in chosen or chosen.count(chosen[0]) < len(chosen):
+    same_draws = draws == (torch.get_rng_state().tolist(), random.getstate())
+    if not same_draws or not chosen[0] or chosen.count(chosen[0]) < len(chosen):
         return None
-    return lambda indices: [
-        torch.as_tensor(held[k][indices if isinstance(held[k], torch.Tensor) else indices.numpy()]) for k in chosen[0]
-    ]
+    held = [arrays[k] for k in chosen[0]]
+    return lambda ix: [torch.as_tensor(rows[ix if isinstance(rows, torch.Tensor) else ix.numpy()]) for rows in held]
 
 
 def _held_rows(held: list[Any], sample: Any, i: int) -> list[int] | None:
-    """Of which of these arrays each part of the sample is row `i`."""
-    parts = sample if isinstance(sample, tuple | list) else [sample]
-    parts = list(sample.values()) if isinstance(sample, dict) else parts
-    found = [next((k for k, rows in enumerate(held) if _same(part, rows[i])), None) for part in parts]
-    return None if None in found or not found else found
+    """Of which of these arrays each part of the sample is row `i`; in another format, perhaps."""
+    parts = list(sample.values()) if isinstance(sample, dict) else sample
+    parts = parts if isinstance(parts, tuple | list) else [parts]
+    parts, rows = ([torch.as_tensor(x).double() for x in of] for of in (parts, [array[i] for array in held]))
+    found = [next((k for k, row in enumerate(rows) if _same(part, row)), None) for part in parts]
+    return None if None in found else found
 
 
-def _same(part: Any, row: Any) -> bool:
-    if isinstance(part, str | bytes | dict):
-        return False
-    part, row = torch.as_tensor(part).double(), torch.as_tensor(row).double()
-    return part.shape == row.shape and torch.allclose(part, row, rtol=1e-6, atol=0.0)  # in another format, perhaps
-
-
-def _random_state() -> tuple[Any, Any]:
-    """Two are equal if nothing was drawn between them."""
-    return torch.get_rng_state().tolist(), random.getstate()
+def _same(part: torch.Tensor, row: torch.Tensor) -> bool:
+    return part.shape == row.shape and torch.allclose(part, row, rtol=1e-6, atol=0.0)
 
 
 def whole(dataset: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The process in which the script runs: it becomes the script, takes the steps that are wanted, and leaves profile.
+"""The process in which the script runs: it becomes the script, takes the steps that are wanted, and leaves a profile.
 
 python -m labs.doctor.script_process SETTINGS.json     # started by the doctor, once for each rank
 """
@@ -6,29 +6,22 @@ python -m labs.doctor.script_process SETTINGS.json     # started by the doctor, 
 from __future__ import annotations
 
 import builtins
-import faulthandler
 import json
-import mmap
 import os
-import shlex
-import signal
-import struct
 import sys
 import time
 import traceback
 import typing
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from labs.doctor.after_import import after_import
-from labs.doctor.profile import Profile, not_reached, without_colours
+from labs.doctor.profile import Profile, without_colours
 from labs.doctor.ranks import group
 from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
 
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Has the script's process write where its threads stand. No script uses the last one; macOS has none."""
 STOPS = 3  # So many times a script may catch what ends it, by `except:`; then it is ended without asking
 MOST_SAID = 300  # Characters of an error that are kept
 SAVE_S = 5.0  # Between two saves of rounds: a run that a signal ends loses no more
@@ -49,51 +42,17 @@ class Settings:
     local_ranks: int = 1
     steps: int = 30
     seconds: float = 40.0
-    modes: tuple[str, ...] | None = None
-    """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
     parent: int = 0  # The doctor, with which the script ends; 0: it does not
     module: str = ""  # Of the script, if it is run by its full name
 
+    def path(self, what: str) -> Path:
+        """The rank's "settings" or "profile" as JSON; "progress": how many steps it has taken; "ended": once it has."""
+        return Path(self.folder, f"{what}-{self.rank}")
+
     def save(self) -> Path:
-        """As SETTINGS.json of the rank."""
-        path = Path(self.folder, f"settings-{self.rank}.json")
-        path.write_text(json.dumps(asdict(self)))
-        return path
-
-    @property
-    def profile_path(self) -> Path:
-        """Where the rank's profile are."""
-        return Path(self.folder, f"profile-{self.rank}.json")
-
-    @property
-    def ended_path(self) -> Path:
-        """There as soon as the rank's script has ended, however long it takes to leave."""
-        return Path(self.folder, f"ended-{self.rank}")
-
-    @property
-    def stack_path(self) -> Path:
-        """Where the rank writes where it stands."""
-        return Path(self.folder, f"stack-{self.rank}.txt")
-
-
-class Progress:
-    """How many steps a rank has taken: eight bytes in a file that the doctor looks at."""
-
-    def __init__(self, folder: str | Path, rank: int) -> None:
-        path = Path(folder, f"progress-{rank}")
-        if not path.exists():
-            path.write_bytes(bytes(8))
-        with path.open("r+b") as file:
-            self._bytes = mmap.mmap(file.fileno(), 8)
-
-    @property
-    def steps(self) -> int:
-        """So far."""
-        return struct.unpack("q", self._bytes[:])[0]
-
-    @steps.setter
-    def steps(self, n: int) -> None:
-        self._bytes[:] = struct.pack("q", n)
+        """As the file that `main` reads."""
+        self.path("settings").write_text(json.dumps(asdict(self)))
+        return self.path("settings")
 
 
 class ScriptProcess:
@@ -102,86 +61,78 @@ class ScriptProcess:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.begun = settings, time.perf_counter()
         self.profile = Profile(settings.argv[0], settings.argv, settings.rank, settings.ranks, settings.local_ranks)
-        self.progress = Progress(settings.folder, settings.rank)
-        self.pid, self.stops = os.getpid(), 0
-        self.saved = self.begun
+        self.progress = os.open(settings.path("progress"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+        self.pid, self.stops, self.saved = os.getpid(), 0, self.begun
         self.leave_at_once = os._exit
-        self.hooks = self.plan = None
+        self.hooks = self.plan = self.usage = None
 
     def watch(self) -> None:
         """From the moment that the script has torch."""
         # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
-        from labs.doctor import usage
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
-        from labs.doctor.schedule import plan, price_of_a_call
+        from labs.doctor.schedule import plan
 
-        self.usage = usage
-        self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
-        self.hooks.probes = Probes(self.hooks.folder, scratch=self.settings.folder)
+        settings = self.settings
+        self.hooks = Hooks(os.path.dirname(os.path.realpath(settings.argv[0])), self.stepped)
+        self.hooks.probes = Probes(self.hooks.folder, scratch=settings.folder)
         self.hooks.probes.install()  # before the hooks, which wrap what it replaces
         self.hooks.install()
-        self.profile.cost["call_s"] = price_of_a_call()
-        if (wanted := self.settings.modes) is None:
-            wanted = [name for name, mode in MODES.items() if not mode.on_request]
-        modes = [MODES[name] for name in MODES if name in wanted]
-        self.plan = plan(self.hooks, self.profile, self.settings.steps, self.settings.seconds, modes)
+        self.plan = plan(self.hooks, self.profile, settings.steps, settings.seconds, MODES)
         next(self.plan)
 
     def stepped(self, spans: dict[str, float]) -> None:
         """At the end of each step, within the script."""
-        self.profile.steps += 1
-        self.progress.steps = self.profile.steps
-        if self.profile.stage == "as it is":
-            self.usage.each_step(self.hooks, self.profile)
-        before = self.profile.stage, self.profile.trying
+        from labs.doctor.usage import Usage, note_memory
+
+        profile = self.profile
+        profile.steps += 1
+        os.pwrite(self.progress, b"%12d" % profile.steps, 0)
+        before = profile.stage
+        if profile.stage == "as it is":
+            note_memory(self.hooks, profile)
         try:
             self.plan.send(spans)
         except StopIteration:
             self.stops += 1
-            self.usage.note(self.hooks, self.profile, "done")
             self.end("done")
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
-        if self.profile.stage != before[0]:
-            self.usage.note(self.hooks, self.profile, self.profile.stage)
-            if self.profile.stage == "as it is":
-                self.profile.training["group"] = group()
-        moved = (self.profile.stage, self.profile.trying) != before
-        if moved or (self.profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
+        if profile.stage != before:
+            if profile.stage == "as it is":
+                self.usage = Usage(self.hooks, profile)
+                profile.training["group"] = group()
+            elif self.usage:
+                self.usage.stop()
+                self.usage = None
+        if profile.stage != before or (profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
 
     def save(self) -> None:
         """What is known so far."""
         profile = self.profile
         profile.wall_s = time.perf_counter() - self.begun
-        if self.hooks is not None and self.hooks.probes is not None:
+        if self.hooks is not None:
             profile.probes = self.hooks.probes.findings()
-        if profile.trying and profile.ended == "running":
-            # It may end this process in any way: then this is what there is
-            profile = _given_up(profile, "the script did not get through it")
-        profile.save(self.settings.profile_path)
+        profile.save(self.settings.path("profile"))
         self.saved = time.perf_counter()
 
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
         if os.getpid() != self.pid or self.profile.ended != "running":
             return
-        if self.profile.trying and code:  # it would not have ended by itself
-            self.profile = _given_up(self.profile, f"the script fails with it: {error or f'exit code {code}'}")
-        else:
-            self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
-        if self.profile.stage == "as it is" and self.profile.step_s:
+        self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
+        if self.usage and self.profile.step_s:
             with suppress(Exception):  # the script has failed, perhaps in torch: what is known is reported nevertheless
-                self.usage.note(self.hooks, self.profile, "cut short")
+                self.usage.stop()
         self.save()
-        self.settings.ended_path.touch()
+        self.settings.path("ended").touch()
 
     def run(self) -> typing.NoReturn:
         """Become the script, up to its end; then leave without what Python tidies up: threads may never end."""
-        after_import("torch", self.watch)
+        after_torch(self.watch)
         os._exit = self._leave
         code = 0
         try:
@@ -196,8 +147,7 @@ class ScriptProcess:
             self.end("exit", code)
         except BaseException as e:
             code = 1
-            if not self.profile.trying:  # else it is no error of the script
-                traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
+            traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
             self.end("error", code, _in_one_line(e, self.settings.argv[0]))
         if self.profile.ended == "done":
             code = 0
@@ -211,15 +161,20 @@ class ScriptProcess:
         self.leave_at_once(code)
 
 
-def _given_up(profile: Profile, why: str) -> Profile:
-    """As if it had not been tried."""
-    trying, quoted = profile.trying, shlex.quote(profile.trying)
-    turns = {name: of for name, of in profile.interleaved_s.items() if name != profile.trying}
-    profile = replace(
-        profile, ended="done", interleaved_s=turns, not_tried=profile.not_tried | {profile.trying: why}, trying=""
-    )
-    later = f"its turn would have been after {trying!r}, which the script did not get through: --without {quoted}"
-    return replace(profile, left_out=profile.left_out | dict.fromkeys(not_reached(profile), later))
+def after_torch(then: Callable[[], None]) -> None:
+    """Call `then` as soon as torch has been imported: a script may set the environment, or fail, before it does so."""
+    plain = builtins.__import__
+
+    def imported(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        module = plain(*args, **kwargs)
+        torch = sys.modules.get("torch")
+        loaded = torch is not None and not getattr(torch.__spec__, "_initializing", False)
+        if loaded and builtins.__import__ is imported:
+            builtins.__import__ = plain
+            then()
+        return module
+
+    builtins.__import__ = imported
 
 
 def _in_one_line(error: BaseException, script: str) -> str:
@@ -232,7 +187,7 @@ def _in_one_line(error: BaseException, script: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
     said = " ".join(without_colours(f"{type(error).__name__}: {error}").split())
-    return " ".join([said if len(said) <= MOST_SAID else said[: MOST_SAID - 3] + "...", *(f"({w})" for w in where)])
+    return " ".join([said[:MOST_SAID], *(f"({w})" for w in where)])
 
 
 def main() -> None:
@@ -240,13 +195,10 @@ def main() -> None:
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     if settings.parent:
         end_with_parent(settings.parent)
-    if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, settings.stack_path.open("w"), all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
-    process = ScriptProcess(settings)
     builtins.__dict__.setdefault("exit", sys.exit)
-    process.run()
+    ScriptProcess(settings).run()
 
 
 if __name__ == "__main__":

@@ -6,30 +6,23 @@ of them waits for the profiles of the others, and reports; the others stay until
 
 from __future__ import annotations
 
-import getpass
-import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections import deque
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from labs.doctor.profile import Profile, load, without_colours
-from labs.doctor.script_process import STACK_SIGNAL, Progress, Settings
-from labs.doctor.step_timeout import FIRST_S, LEAST_S, StepTimeout
+from labs.doctor.script_process import Settings
 from labs.kit import supervise
 from labs.kit.errors import BadInput
-from labs.kit.monitor import Monitor, Trace
 from labs.kit.place import Place
 
 ROOT = str(Path(__file__).parents[2])
@@ -47,70 +40,40 @@ main()
 """
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEAVE_S = 20.0  # For what a script does in `finally` when all is measured; its profile are there
+FIRST_S, LEAST_S, TIMES_LONGEST = 900.0, 120.0, 10
+"""How long a script may take no step: until the first (imports, weights, a cold compilation); between two, at least,
+and so many times the longest that was seen."""
+LEAVE_S = 20.0  # For what a script does in `finally` when all is measured
 FOLLOW_S = 15.0  # For a rank to end after another has
 COME_S = 60.0  # For the others' supervisors to begin
-MOST_OUTPUT = 64 << 20  # Bytes of the script's output that are kept on the disk; of more, the end
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
-MONITOR_S = 1.0  # From one look at the processor's times to the next: the mean over a whole run counts
-SHORTEST_RUN_S = 4.0  # In less, the start of the ranks themselves looks like another program
 
 
-@dataclass(frozen=True)
-class Order:
-    """What is wanted."""
-
-    argv: list[str]  # The script and its arguments
-    steps: int = 30
-    seconds: float = 40.0
-    timeout_s: float | None = None  # Without a step; None: as StepTimeout has it
-    modes: tuple[str, ...] | None = None  # Counterfactuals, by name; None: all
-    copy: bool = False  # Whether a copy of the folder that it is started in is run
-    show_output: bool = False
-    module: str = ""  # Its full name, if it is run by that
-
-
-class Stop:
-    """These SIGNALS are noted, and end nothing by themselves."""
-
-    def __init__(self) -> None:
-        self.by = ""
-
-    def _note(self, signum: int, frame: object) -> None:
-        self.by = self.by or signal.Signals(signum).name
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """In the main thread; another has no signals."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
-                    before[signum] = signal.signal(signum, self._note)
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-
-def examine(order: Order, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
+def examine(given: Namespace, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
     """Run the script; `print_report` gets this machine's profiles, in its first rank. All that was made is removed.
 
-    Returns these; in the other ranks, their own.
+    Returns these; in the other ranks, their own. `given`: what labs.doctor.__main__.options has read.
     """
-    stop = Stop()
-    with stop.noting(), run_folder(place) as (folder, mark):
-        with Run(order, place, folder, mark, stop) as run:
+    stopped: list[str] = []  # Signals are noted, and end nothing by themselves
+    for signum in SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(signum, lambda number, frame: stopped.append(signal.Signals(number).name))
+    with run_folder(place) as (folder, mark):
+        run = Run(given, place, folder, stopped)
+        try:
+            run.start(mark)
             run.watch()
-        run.profile.save(_final(folder, place.local_rank))
+        finally:
+            supervise.end_family(mark)
+        profile = run.profile()
+        profile.save(_final(folder, place.local_rank))
         if place.local_rank:
             _wait_for_the_first(folder)
-            return [run.profile]
-        found = [run.profile, *_others(folder, place, order, stop)]
+            return [profile]
+        found = [profile, *_others(folder, place, stopped)]
         print_report(found)
         return found
 
@@ -147,172 +110,82 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
 class Run:
     """The script's process, from its start to its end."""
 
-    def __init__(self, order: Order, place: Place, folder: Path, mark: str, stop: Stop) -> None:
-        self.order, self.place, self.folder, self.mark, self.stop = order, place, folder, mark, stop
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        self.settings = Settings(
-            order.argv,
-            str(folder),
-            place.rank,
-            place.ranks,
-            place.local_ranks,
-            order.steps,
-            order.seconds,
-            order.modes,
-            parent,
-            order.module,
-        )
+    def __init__(self, given: Namespace, place: Place, folder: Path, stopped: list[str]) -> None:
+        self.given, self.place, self.folder, self.stopped = given, place, folder, stopped
+        ranks = (place.rank, place.ranks, place.local_ranks)
+        self.settings = Settings(given.argv, str(folder), *ranks, given.steps, given.seconds, os.getpid(), given.module)
         self.output = folder / f"output-{place.rank}.txt"
         self.how, self.why = "killed", ""  # as in Profile; `why` is empty unless we end the script
-        self.tail, self._cut, self._shown = b"", b"", 0
-        self.others_percent = math.nan
-
-    def __enter__(self) -> Run:
         self.begun = time.monotonic()
-        try:
-            self._start()
-        except BaseException:
-            self._end()
-            raise
-        return self
 
-    def _start(self) -> None:
+    def start(self, mark: str) -> None:
+        """In a session of its own, with `mark`."""
         (self.folder / "t").mkdir(exist_ok=True)
-        self.progress = Progress(self.folder, self.place.rank)
-        env = {**os.environ, supervise.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())  # in the new TMPDIR it would be cold each time
+        env = {**os.environ, supervise.MARK: mark, "TMPDIR": str(self.folder / "t")}
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
         command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
-        cwd = copied(self.folder, self.place, self.order) if self.order.copy else None
+        cwd = copied(self.folder, self.place) if self.given.copy else None
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
-        with self.output.open("ab") as output:  # appended to, so that it can be cut
-            self.process = supervise.start(command, stdin=stdin, stdout=output, stderr=output, env=env, cwd=cwd)
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-        self.profile = self._profile()
-
-    def _end(self) -> None:
-        """All processes. What the script had printed until then is read."""
-        supervise.end_family(self.mark)
-        if hasattr(self, "process"):
-            self.process.wait()
-        self._read_output()
+        with self.output.open("wb") as output:
+            stdout = None if self.given.show_output else output
+            self.process = supervise.start(command, stdin=stdin, stdout=stdout, stderr=stdout, env=env, cwd=cwd)
 
     def watch(self) -> None:
-        """Until the script has ended, or there is a reason to end it. The first rank watches the machine as well."""
-        first = self.place.local_rank == 0
-        with Monitor(lambda: supervise.at_work(self.folder), MONITOR_S, gpus=()) if first else nullcontext() as monitor:
-            self._watch(monitor)
-
-    def _watch(self, monitor: Monitor | None) -> None:
-        looked = time.monotonic()
-        timeout = StepTimeout(self.order.timeout_s, looked)
-        while True:
+        """Until the script has ended, or there is a reason to end it."""
+        steps, moved, longest_s = 0, time.monotonic(), 0.0
+        while not self.why:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
                 return
-            self._read_output()
             now = time.monotonic()
-            if monitor is not None and now > looked + MONITOR_S:
-                looked = now
-                self._note_others(monitor.trace)
-            timeout.saw(self.progress.steps, now)
-            if self.stop.by:
-                self.how, self.why = "stopped", self.stop.by
-            elif self._ended_before(LEAVE_S):
+            if (taken := self._steps()) != steps:
+                longest_s = max(longest_s, now - moved) if steps else 0.0
+                steps, moved = taken, now
+            limit_s = self.given.timeout or (max(LEAST_S, TIMES_LONGEST * longest_s) if steps else FIRST_S)
+            if self.stopped:
+                self.how, self.why = "stopped", self.stopped[0]
+            elif _age_s(self.settings.path("ended")) > LEAVE_S:
                 self.why = "all was measured, but it did not end"
-            elif timeout.is_over(now):
-                where = (stands := self._stack()) and f": it stands in {stands}"
-                self.how, self.why = "silent", f"no step in {timeout.limit_s:g} s{where}"
-            elif (other := self._another_ended(FOLLOW_S)) is not None:
-                self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
-            if self.why:
-                return
-            if monitor is not None and timeout.is_to_say(now):
-                print(f"labs.doctor: {timeout.words(now, self._stack())}", file=sys.stderr, flush=True)
+            elif now - moved > limit_s:
+                self.how, self.why = "silent", f"no step in {limit_s:g} s; python -m labs.watch tells where it stands"
+            else:
+                others = set(range(self.place.local_ranks)) - {self.place.local_rank}
+                ended = [str(other) for other in others if _age_s(_final(self.folder, other)) > FOLLOW_S]
+                self.why = f"ended, for local rank {ended[0]} had ended {FOLLOW_S:g} s before" if ended else ""
 
-    def _note_others(self, trace: Trace) -> None:
-        """What programs outside of this run take of the cores, until the first of its ranks has ended.
+    def _steps(self) -> int:
+        with suppress(OSError, ValueError):
+            return int(self.settings.path("progress").read_bytes())
+        return 0
 
-        Of workers that go with their rank nobody knows any more whose they were.
-        """
-        if trace.t_s[-1:] > [SHORTEST_RUN_S] and not any(self.folder.glob("ended-*")):
-            self.others_percent = trace.neighbours_percent
-
-    def _ended_before(self, seconds: float) -> bool:
-        """Whether the script has said so long ago that the script has ended."""
-        try:
-            return time.time() - self.settings.ended_path.stat().st_mtime > seconds
-        except OSError:
-            return False
-
-    def _another_ended(self, seconds: float) -> int | None:
-        """The place of a rank of this machine that ended so long ago."""
-        for other in range(self.place.local_ranks):
-            with suppress(OSError):
-                path = _final(self.folder, other)
-                if other != self.place.local_rank and time.time() - path.stat().st_mtime > seconds:
-                    return other
-        return None
-
-    def _read_output(self) -> None:
-        """Keep its end, show it if that is wanted, and cut the file if it is too long."""
-        with suppress(OSError), self.output.open("rb") as file:
-            if self.order.show_output:
-                file.seek(self._shown)
-                self._shown += _show(file)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            self.tail = (self._cut + file.read())[-TAIL_BYTES:]
-            if size > MOST_OUTPUT:
-                os.truncate(self.output, 0)
-                self._cut, self._shown = self.tail, 0
-
-    def _stack(self) -> str:
-        """Where the script's main thread stands: "train.py:12, in wait"; "" if it does not say."""
-        if STACK_SIGNAL is None:
-            return ""
-        text = ""
-        with suppress(OSError):
-            os.truncate(self.settings.stack_path, 0)  # of an earlier look; if it is not there, the signal would kill
-            self.process.send_signal(STACK_SIGNAL)
-            for _ in range(10):
-                time.sleep(POLL_S)
-                before, text = text, self.settings.stack_path.read_text()
-                if text and text == before:  # all of it
-                    return stood(text, self.order.argv[0])
-        return ""
-
-    def _profile(self) -> Profile:
+    def profile(self) -> Profile:
         """What the script has left, and what it could not know."""
-        place, argv = self.place, self.order.argv
+        place, argv = self.place, self.given.argv
+        self.process.wait()
         try:
-            profile = load(self.settings.profile_path)
+            profile = load(self.settings.path("profile"))
         except (OSError, ValueError):
             profile = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
-        profile.steps = max(profile.steps, self.progress.steps)
-        cut_short = self.why and self.how != "silent" and not self.settings.ended_path.exists()
-        if profile.ended == "running" or cut_short:  # while it tries something risky, its profile are those of an end
+        profile.steps = max(profile.steps, self._steps())
+        cut_short = self.why and self.how != "silent" and not self.settings.path("ended").exists()
+        if profile.ended == "running" or cut_short:  # what it saves while it tries something risky is as of an end
             profile.exit_code = self.process.returncode
             profile.ended, profile.error = (self.how, self.why) if self.why else _death(self.process.returncode)
             profile.wall_s = time.monotonic() - self.begun
-        if math.isfinite(self.others_percent):
-            profile.machine["others_percent"] = self.others_percent
         if profile.ended not in ("done", "script ended"):
-            lines = without_colours(self.tail.decode(errors="replace")).splitlines()
+            with self.output.open("rb") as file:
+                file.seek(max(0, self.output.stat().st_size - TAIL_BYTES))
+                lines = without_colours(file.read().decode(errors="replace")).splitlines()
             profile.output = [line[:200] for line in lines[-TAIL_LINES:]]
         return profile
 
 
-def _show(file: object) -> int:
-    """Copy what follows in a file to standard output; how many bytes."""
-    shown = 0
-    while block := file.read(1 << 16):
-        sys.stdout.buffer.write(block)
-        shown += len(block)
-    sys.stdout.flush()
-    return shown
+def _age_s(path: Path) -> float:
+    """Seconds since it was written; 0 if it isn't there."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _death(code: int) -> tuple[str, str]:
@@ -321,43 +194,16 @@ def _death(code: int) -> tuple[str, str]:
         return "killed", "ended by SIGKILL: the system does so when memory is exhausted"
     if -code in SIGNALS:  # srun and scancel may send it to the script, too
         return "stopped", signal.Signals(-code).name
-    if code < 0:
-        with suppress(ValueError):
-            return "killed", f"ended by {signal.Signals(-code).name}"
     return "killed", f"ended with exit code {code}, before Python could say why"
 
 
-def stood(text: str, script: str) -> str:
-    """Of what faulthandler writes, in which the main thread is last: its innermost line of the script's own folder.
-
-    Its innermost line of all, if none is.
-    """
-    folder = os.path.dirname(os.path.realpath(script)) + os.sep
-    blocks = text.split("(most recent call first):\n")
-    lines = deque(line.strip() for line in blocks[-1].splitlines() if line.startswith('  File "'))
-    own = next((line for line in lines if line[6:].startswith(folder) and "-packages" not in line), None)
-    line = own or next(iter(lines), "")
-    file, _, rest = line.removeprefix('File "').partition('", line ')
-    number, _, function = rest.partition(" in ")
-    return f"{os.path.basename(file)}:{number}, in {function}" if function else ""
-
-
-def inductor_cache() -> str:
-    """Where torch.compile keeps what it has compiled, if nothing else is said: as inductor has it."""
-    try:
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):  # a container that does not know its user
-        user = f"uid_{os.getuid()}"
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-
-
-def copied(folder: Path, place: Place, order: Order) -> Path:
+def copied(folder: Path, place: Place) -> Path:
     """A copy of the folder that the doctor was started in: the first rank of a machine makes it, the others wait."""
     copy, part = folder / "copy", folder / "copy.part"
     if place.local_rank == 0 and not copy.exists():
         shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         part.rename(copy)
-    until = time.monotonic() + (order.timeout_s or FIRST_S)
+    until = time.monotonic() + FIRST_S
     while not copy.exists() and time.monotonic() < until:
         time.sleep(POLL_S)
     return copy
@@ -371,10 +217,10 @@ def _final(folder: Path, local_rank: int) -> Path:
     return folder / f"final-{local_rank}.json"
 
 
-def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profile]:
-    """Profile of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
-    until = time.monotonic() + (order.timeout_s or LEAST_S) + LEAVE_S + FOLLOW_S
-    come = time.monotonic() + min(COME_S, order.timeout_s or COME_S)
+def _others(folder: Path, place: Place, stopped: list[str]) -> list[Profile]:
+    """Profiles of the other ranks of this machine. Of those that left none the report says so."""
+    until = time.monotonic() + LEAST_S
+    come = time.monotonic() + COME_S
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):
@@ -382,8 +228,8 @@ def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Profil
             if _final(folder, other).exists():
                 found.append(load(_final(folder, other)))
                 missing.discard(other)
-            elif at_work is False or (at_work is None and (time.monotonic() > come or stop.by)):
-                missing.discard(other)  # the report says that it left nothing
+            elif at_work is False or (at_work is None and (time.monotonic() > come or stopped)):
+                missing.discard(other)
         time.sleep(POLL_S if missing else 0)
     return found
 

@@ -116,14 +116,12 @@ def is_priced(case: Case) -> bool:
 
 def records(config: Config, folder: Path) -> Iterator[Record]:
     """Of one visit after the other, then of one cure after the other."""
-    factor: dict[str, float] = {}
     for n, case in config.visits:
         found = seen_by_doctor(case, folder / f"{n}-{case.name}", config.each_s)
-        factor[case.name] = max(factor.get(case.name, 1.0), found.factor)
         yield from _judged(case, n, found)
     for case in config.chosen:
         if config.gains and is_priced(case):
-            yield from _gain(case, factor.get(case.name, 1.0), config.gain_s, folder / f"gain-{case.name}")
+            yield from _gain(case, config.gain_s, folder / f"gain-{case.name}")
 
 
 # One visit
@@ -137,8 +135,6 @@ class Seen:
     exit_code: int | None
     findings: list[dict[str, Any]] = field(default_factory=list)
     """As in report.json: name, gain, kind, by, ..."""
-    factor: float = 1.0
-    """Of the larger batch that it tried."""
     complaint: str = ""
     """Last line of its standard error, if there is no report."""
 
@@ -165,7 +161,6 @@ def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
     if (report / "report.json").is_file():
         row = json.loads((report / "report.json").read_text())
         found.findings = row["findings"]
-        found.factor = max([f["samples_factor"].get("larger batch", 1.0) for f in row["profiles"]], default=1.0)
     else:
         found.complaint = (said.strip().splitlines() or ["no report, and not a word"])[-1]
     shutil.rmtree(folder, ignore_errors=True)
@@ -201,11 +196,9 @@ def _judged(case: Case, n: int, found: Seen) -> Iterator[Record]:
 # Cures
 
 
-def _gain(case: Case, factor: float, seconds: float, folder: Path) -> Iterator[Record]:
+def _gain(case: Case, seconds: float, folder: Path) -> Iterator[Record]:
     """Sick / cured, per sample, round after round."""
-    tiny = case.samples_factor > 1
-    of = {"patient": case.name, "factor": factor if tiny and factor > 1 else case.samples_factor}
-    cures = {"cured": case.with_batch(factor) if tiny and factor > 1 else case.cured}
+    of, cures = {"patient": case.name}, {"cured": case.cured}
     try:
         taken = with_cures(case, cures, BLOCK, measure.Budget(seconds, most=MOST_ROUNDS), folder)
     except ScriptFailed as e:
@@ -214,7 +207,7 @@ def _gain(case: Case, factor: float, seconds: float, folder: Path) -> Iterator[R
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     step_s = {name: [b.step_s for b in blocks] for name, blocks in taken.items()}
-    yield _record("gain", "x", gains(step_s, of["factor"])["cured"], **of)
+    yield _record("gain", "x", gains(step_s)["cured"], **of)
     for name, times in step_s.items():
         yield _record("step_s", "s", times, **of, script="sick" if name == AS_IS else name)
 

@@ -8,7 +8,6 @@ SyncBatchNorm on two ranks, which torch has for GPUs only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -57,8 +56,6 @@ class Case:
     ranks: int = 1
     options: tuple[str, ...] = ()
     """Of the script, besides its data."""
-    samples_factor: float = 1.0
-    """Samples in a step of the cured script, in those of a step of the sick one."""
     learns: bool = True
     """Whether the loss falls: some illnesses leave a training fast, and without result."""
 
@@ -85,14 +82,6 @@ class Case:
         """Number, from 1, of the first line that the illness has otherwise; 0 for one that is well."""
         both = zip(self.text.splitlines(), self.cured.splitlines(), strict=False)
         return next((n for n, (a, b) in enumerate(both, 1) if a != b), 0)
-
-    def with_batch(self, factor: float) -> str:
-        """The text of a patient with tiny batches, with `factor` times its batch."""
-        assert self.illness is not None
-        small = re.search(r"\d+", self.illness.new)
-        assert small is not None
-        new = self.illness.new.replace(small[0], f"{round(factor * int(small[0]))}", 1)
-        return Change(self.illness.old, new).made(self.cured)
 
     def argv(self, script: Path) -> tuple[str, ...]:
         """`script`, which holds one of the texts, with its options: it trains until it is stopped."""
@@ -123,17 +112,11 @@ def with_cures(
     return take_turns(scripts, block, rounds, folder / "runs")
 
 
-def gains(step_s: Mapping[str, Sequence[float]], samples_factor: float = 1.0) -> dict[str, tuple[float, ...]]:
-    """How many times as fast per sample each cure is: AS_IS / cure, round by round.
-
-    `samples_factor`: samples in a step of the cure, in those of a step as it is.
-    """
+def gains(step_s: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """How many times as fast each cure is: AS_IS / cure, round by round."""
     before = step_s[AS_IS]
-    return {
-        cure: tuple(samples_factor * a / b for a, b in zip(before, after, strict=True))
-        for cure, after in step_s.items()
-        if cure != AS_IS
-    }
+    others = {cure: after for cure, after in step_s.items() if cure != AS_IS}
+    return {cure: tuple(a / b for a, b in zip(before, after, strict=True)) for cure, after in others.items()}
 
 
 @cache
@@ -235,17 +218,6 @@ def _sick() -> Iterator[Case]:
     yield Case("slow_loader", IMAGES, SLOW_FILES, ("slow_loader",))
     yield Case("slow_loader_2", IMAGES, SLOW_FILES, ("slow_loader",), ranks=2)
     yield Case("archive", IMAGES, Change(DATASET, "dataset = Archive(images, labels, args.data)"), ("slow_loader",))
-    yield Case(
-        "tiny_batches",
-        SINGLE,
-        Change('default=128, help="samples', 'default=4, help="samples'),
-        ("tiny_batches",),
-        options=LONG,
-        samples_factor=32,
-    )
-    yield Case(
-        "tiny_batches_images", IMAGES, Change("batch_size=64", "batch_size=4"), ("tiny_batches",), samples_factor=16
-    )
     yield Case("float64", SINGLE, Change("if args.float64:", "if not args.float64:"), ("float64",), options=LONG)
     yield Case("float64_images", IMAGES, Change("torch.float32)\n", "torch.float64)\n"), ("float64",))
     yield Case(

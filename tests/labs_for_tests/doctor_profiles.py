@@ -6,10 +6,10 @@ import json
 from labs.doctor import __main__ as doctor
 
 
-def print_report(profiles, wanted, machine, matches):
+def print_report(profiles, given, machine, matches):
     """One file for all ranks."""
-    wanted.out.mkdir(exist_ok=True)
-    (wanted.out / "profiles.json").write_text(json.dumps([dataclasses.asdict(f) for f in profiles]))
+    given.out.mkdir(exist_ok=True)
+    (given.out / "profiles.json").write_text(json.dumps([dataclasses.asdict(f) for f in profiles]))
     print("\n".join(doctor.last_words(profiles)))
 
 

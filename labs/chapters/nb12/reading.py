@@ -28,7 +28,7 @@ def read(f: Callable[..., Any], guess: Prediction | None = None) -> None:
     found = hits(f)
     for hit in found:
         print(f"line {hit.line}: {hit.code}")
-        print(textwrap.indent(textwrap.fill(f"{hit.certainty} ({hit.rule}): {hit.why}", 108), "    "))
+        print(textwrap.indent(textwrap.fill(f"{hit.kind} ({hit.rule}): {hit.what}", 108), "    "))
         print(textwrap.indent(textwrap.fill(hit.fix, 108), "    "))
     if not found:
         print("No rule objects to this function.")
