@@ -115,7 +115,7 @@ BOTTLENECKS = (
         "no anomaly detection",
         "autograd checks every gradient for NaN (anomaly detection is on)",
         "torch.autograd.set_detect_anomaly(False)",
-        "10, section 4",
+        "10, section 5",
         calls=("set_detect_anomaly", "detect_anomaly"),
     ),
     Bottleneck(
