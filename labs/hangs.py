@@ -21,6 +21,7 @@ import json
 import multiprocessing.util
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -232,23 +233,33 @@ def drill(config: Config, cases: Sequence[tuple[str, int]], folder: Path) -> Non
 
 
 def serve() -> None:
-    """Run the programs that the command line names, AT_ONCE at a time; they leave their files in the folder."""
+    """Run the programs that the command line names, AT_ONCE at a time; they leave their files in the folder.
+
+    On a busy machine ranks may not even meet within their timeout: such a program runs once more, alone.
+    """
     _compat.preload_dynamo()
     task = json.loads(sys.argv[1])
-    cases = task["cases"]
-    for i in range(0, len(cases), AT_ONCE):
-        with contextlib.ExitStack() as stack:
-            ranks = []
-            for name, wrong in cases[i : i + AT_ONCE]:
-                folder = Path(task["folder"]) / name
-                folder.mkdir()
-                stack.enter_context(supervise.forked(hold_store, folder, task["ranks"]))
-                for r in range(task["ranks"]):
-                    args = (name, r, task["ranks"], wrong, folder, task["patience_s"], task["wait_s"])
-                    ranks.append(stack.enter_context(supervise.forked(be_rank, *args)))
-            until = time.monotonic() + 2 * timeouts.CHILD_S
-            for process in ranks:
-                process.join(max(0.0, until - time.monotonic()))
+    for at_once in (AT_ONCE, 1):
+        cases = [case for case in task["cases"] if not (Path(task["folder"]) / case[0] / "began").exists()]
+        for i in range(0, len(cases), at_once):
+            run_programs(cases[i : i + at_once], task)
+
+
+def run_programs(cases: Sequence[tuple[str, int]], task: dict[str, Any]) -> None:
+    """Fork all ranks of these programs, and wait until they have ended."""
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for name, wrong in cases:
+            folder = Path(task["folder"]) / name
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            stack.enter_context(supervise.forked(hold_store, folder, task["ranks"]))
+            for r in range(task["ranks"]):
+                args = (name, r, task["ranks"], wrong, folder, task["patience_s"], task["wait_s"])
+                ranks.append(stack.enter_context(supervise.forked(be_rank, *args)))
+        until = time.monotonic() + 2 * timeouts.CHILD_S
+        for process in ranks:
+            process.join(max(0.0, until - time.monotonic()))
 
 
 def hold_store(folder: Path, ranks: int) -> None:
