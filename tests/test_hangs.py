@@ -13,8 +13,8 @@ from labs.kit.record import Record, Records
 
 
 def left_over():
-    """Command lines of processes that serve the programs."""
-    lines = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    """Command lines of this test's processes that serve the programs."""
+    lines = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     return [line for line in lines if "from labs.hangs import serve" in line]
 
 
