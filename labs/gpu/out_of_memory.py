@@ -3,16 +3,20 @@
     python -m labs.gpu.out_of_memory --nproc 1 --folder build/oom
 
 About 10 s on an H200. Limits this process to one GiB and doubles a model's batch until an allocation fails. Saves the
-error message and, on CUDA, the allocator's history, which https://docs.pytorch.org/memory_viz displays.
+error message, the bytes that each line of the program held then, and, on CUDA, the allocator's history, which
+https://docs.pytorch.org/memory_viz displays.
 """
 
 from __future__ import annotations
 
 import gzip
+import linecache
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,8 +46,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         total = torch.cuda.get_device_properties(rank.device).total_memory
         torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / total, rank.device)
         _compat.record_memory_history(max_entries=20_000)
-    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.ReLU()))).to(rank.device)
-    rows, message, held = 256, "", 0
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.ReLU())))
+    model.to(rank.device)
+    rows, message, held, by_line = 256, "", 0, Counter[str]()
     while not message:
         try:
             train(model, rows, rank.device)
@@ -53,19 +58,40 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             rows *= 2
     (config.folder / "message.txt").write_text(message + "\n", encoding="utf-8")
     if on_gpu:
-        snapshot = gzip.compress(pickle.dumps(_compat.memory_snapshot()), mtime=0)
-        (config.folder / "snapshot.pickle.gz").write_bytes(snapshot)
+        snapshot = _compat.memory_snapshot()
+        by_line = held_by_line(snapshot)
+        (config.folder / "snapshot.pickle.gz").write_bytes(gzip.compress(pickle.dumps(snapshot), mtime=0))
         _compat.record_memory_history(enabled=None)
         torch.cuda.set_per_process_memory_fraction(1.0, rank.device)
-    yield rank.record("failed_batch", "1", rows, message=message.splitlines()[0][:200])
+    yield rank.record("failed_batch", "1", rows, message=message.splitlines()[0][:600])
     yield rank.record("allocated_bytes", "B", held)
+    for line, size in by_line.most_common():
+        yield rank.record("held_bytes", "B", size, line=line)
+
+
+def held_by_line(snapshot: dict[str, Any]) -> Counter[str]:
+    """Bytes of the blocks that tensors hold, by the line of the program that allocated them.
+
+    Autograd's thread runs no Python line: its blocks count as "backward".
+    """
+    found: Counter[str] = Counter()
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                own = (f for f in block.get("frames", ()) if Path(f["filename"]).name == Path(__file__).name)
+                at = next(own, None)
+                text = linecache.getline(at["filename"], at["line"]).strip() if at else ""
+                found[text or "backward"] += block["size"]
+    return found
 
 
 def train(model: nn.Module, rows: int, device: torch.device) -> None:
     """Run forward and backward. A CPU has no such limit, so above 1024 rows the error is raised for it."""
     if device.type == "cpu" and rows > 1024:
         raise torch.OutOfMemoryError("CUDA out of memory (said on a CPU: nothing was asked for)")
-    model(torch.randn(rows, 1024, device=device)).square().mean().backward()
+    x = torch.randn(rows, 1024, device=device)
+    loss = model(x).square().mean()
+    loss.backward()
 
 
 def answer(records: Records) -> Iterator[str]:

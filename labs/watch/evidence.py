@@ -124,9 +124,7 @@ def _groups() -> dict[str, list[int]]:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-NOT_OWN = re.compile(
-    r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<(frozen|string|__array)|labs/(watch/evidence|hang_clinic/hang_ranks)\.py$"
-)
+NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<(frozen|string|__array)|labs/watch/evidence\.py$")
 
 
 @dataclass(frozen=True)

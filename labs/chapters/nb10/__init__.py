@@ -1,1 +1,0 @@
-"""What notebook 10 shows: when training hangs, dies or goes wrong."""

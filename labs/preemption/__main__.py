@@ -1,5 +1,0 @@
-"""python -m labs.preemption"""
-
-from labs.kit import cli
-
-cli.main()
