@@ -30,8 +30,8 @@ EPOCH, TEST = 30, 500
 """Steps; test images."""
 MEAN, STD, NEAR = 0.12, 1.023, 0.04
 """Of the training images' pixels; what rounding and random crops may change."""
-LEAST = 0.6
-"""The reference's share is 0.65 to 0.75. With one slow part left it is 0.5 or less."""
+LEAST = 0.55
+"""The reference reaches 0.61 to 0.76. With one slow part left it is 0.45 or less."""
 RUN_S = 60.0
 
 
