@@ -1,6 +1,9 @@
-"""Exercise of notebook 12: right scripts of another style pass, and what is left over is shown."""
+"""Exercises of notebook 12: right answers of another style pass, and what is left is shown."""
+
+import copy
 
 import pytest
+import torch
 
 from labs.exercises import nb12
 from labs.kit.check import examine
@@ -64,3 +67,36 @@ def test_a_file_that_is_missing_and_one_that_is_no_python(tmp_path):
     assert "there is no file" in examine("12.1", lambda: "missing.py").text
     assert "line 1 of your script is no Python" in examine("12.1", lambda: str(broken)).text
     assert "ZeroDivisionError" in examine("12.1", lambda: "import torch\n1 / 0\n").text
+
+
+def probes_on_copies(model, optimizer, step, x, y):
+    """Save and load through hand-made copies, and compare how far each parameter moves."""
+    weights = [p.detach().clone() for p in model.parameters()]
+    moments, numbers = copy.deepcopy(optimizer.state_dict()), torch.random.get_rng_state()
+
+    def moves(labels, fill):
+        torch.random.set_rng_state(numbers)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) * fill
+        step(x, labels)
+        moved = [(p.detach() - w).clone() for p, w in zip(model.parameters(), weights, strict=True)]
+        with torch.no_grad():
+            for p, w in zip(model.parameters(), weights, strict=True):
+                p.copy_(w)
+        optimizer.load_state_dict(copy.deepcopy(moments))
+        return moved
+
+    def alike(a, b):
+        return all(torch.allclose(u, v, atol=1e-6) for u, v in zip(a, b, strict=True))
+
+    usual, faults = moves(y, 0.0), set()
+    if alike(usual, moves(y.flip(0).roll(3), 0.0)):
+        faults.add(nb12.UNPAIRED)
+    if not alike(usual, moves(y, -2.0)):
+        faults.add(nb12.STALE)
+    return list(faults)
+
+
+def test_probes_of_another_style_pass():
+    outcome = examine("12.2", probes_on_copies)
+    assert outcome.state == "passed", outcome.text

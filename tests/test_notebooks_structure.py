@@ -22,7 +22,7 @@ RULES: dict[str, Rule] = {}
 
 SIZE_LIMIT_BYTES = 500_000  # repository pages show a notebook of up to about 1 MB
 # The standard library is for exercises; ranks and other processes are started by launch() alone.
-IMPORTS = {"labs", "torch", "numpy", "pandas", "matplotlib", "scipy", "IPython", "PIL", "pynvml"} | sys.stdlib_module_names
+IMPORTS = set("labs torch numpy pandas matplotlib scipy IPython PIL pynvml".split()) | sys.stdlib_module_names
 IMPORTS -= {"subprocess", "multiprocessing", "concurrent", "threading"}
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 

@@ -1,6 +1,7 @@
-"""Exercise of notebook 12: a colleague's training script made right and fast.
+"""Exercises of notebook 12: a colleague's training script made right and fast, and two probes.
 
-An answer is a script. It runs for two epochs as `python script.py` would run it, and hooks note what it trains on.
+An answer to 12.1 is a script. It runs for two epochs as `python script.py` would run it, and hooks note what it
+trains on.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -20,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from torch import Tensor, nn
 
 from labs.kit import as_main, supervise
 from labs.kit.check import Mistake
 from labs.kit.exercise import Exercise, KnownMistake
+
+# 12.1
 
 SLOW = Path(__file__).with_name("slow_training.py")
 EPOCH, TEST = 30, 500
@@ -52,7 +58,10 @@ def fixed_script() -> str:
             "        pixels = np.asarray(ImageOps.autocontrast(large)) / 255.0\n",
             "",
         ),
-        ("        pixels = pixels[y : y + 32, x : x + 32]\n", "        image = self.images[i, :, y : y + 32, x : x + 32]\n"),
+        (
+            "        pixels = pixels[y : y + 32, x : x + 32]\n",
+            "        image = self.images[i, :, y : y + 32, x : x + 32]\n",
+        ),
         ("            pixels = pixels[:, ::-1]\n", "            image = image.flip(2)\n"),
         ("return torch.tensor((pixels - 0.3) / 0.35).unsqueeze(0), int", "return image, int"),
         ("build_model().double().to(device)  # float64, as the images are", "build_model().to(device)"),
@@ -74,13 +83,18 @@ def _edited(text: str, old: str, new: str) -> str:
 
 
 def _augmented_once() -> str:
-    once = "        self.images = [self.crop(image) for image in self.images]\n"
-    text = _edited(fixed_script(), "        self.labels, self.train = labels, train\n",
-                   "        self.labels, self.train = labels, train\n" + once)  # fmt: skip
-    text = _edited(text, "    def __getitem__(self, i):\n", "    def crop(self, image):\n")
-    text = _edited(text, "self.images[i, :, y", "image[:, y")
-    return _edited(text, "return image, int(self.labels[i])\n",
-                   "return image\n\n    def __getitem__(self, i):\n        return self.images[i], int(self.labels[i])\n")  # fmt: skip
+    text = fixed_script()
+    for old, new in (
+        ("labels, train\n", "labels, train\n        self.images = [self.crop(image) for image in self.images]\n"),
+        ("    def __getitem__(self, i):\n", "    def crop(self, image):\n"),
+        ("self.images[i, :, y", "image[:, y"),
+        (
+            "return image\n",
+            "return image\n\n    def __getitem__(self, i): return self.images[i], int(self.labels[i])\n",
+        ),
+    ):
+        text = _edited(text, old, new)
+    return text
 
 
 def _larger_batches() -> str:
@@ -161,8 +175,6 @@ def _run(text: str) -> dict[str, Any]:
 
 def _saved(path: Path) -> list[str]:
     """Which parts of the training a checkpoint holds."""
-    import torch
-
     found: set[str] = set()
 
     def look(tree: Any) -> None:
@@ -201,8 +213,6 @@ class Watch:
         register_optimizer_step_post_hook(self._after_step)
 
     def _before_forward(self, module: Any, args: tuple[Any, ...]) -> None:
-        import torch
-
         if not any(True for _ in module.parameters()):
             return
         self.depth += 1
@@ -221,7 +231,10 @@ class Watch:
         self.seen["bits"] = max(self.seen["bits"], 8 * x.element_size())
         numbers = x.double()
         self.sums = [
-            s + more.item() for s, more in zip(self.sums, (torch.ones_like(numbers).sum(), numbers.sum(), numbers.square().sum()), strict=True)
+            s + more.item()
+            for s, more in zip(
+                self.sums, (torch.ones_like(numbers).sum(), numbers.sum(), numbers.square().sum()), strict=True
+            )
         ]
 
     def _after_forward(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -266,6 +279,118 @@ def main() -> None:
     as_main.run(argv)
 
 
+# 12.2
+
+STALE, UNPAIRED = "stale gradients", "order of labels doesn't matter"
+Step = Callable[[Tensor, Tensor], object]
+
+
+def find_faults(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, x: Tensor, y: Tensor) -> list[str]:
+    """Try one training step from the same state on three inputs; model and optimizer are then as before."""
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    numbers = torch.get_rng_state()
+
+    def restore() -> None:
+        weights, moments = copy.deepcopy(state)  # loading doesn't always copy
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        torch.set_rng_state(numbers)
+
+    def weights_after(y: Tensor, gradient: float | None = None) -> Tensor:
+        for p in model.parameters():
+            p.grad = None if gradient is None else torch.full_like(p, gradient)
+        step(x, y)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        restore()
+        return weights
+
+    plain = weights_after(y)
+    found = [STALE] if not torch.allclose(weights_after(y, gradient=1.0), plain) else []
+    found += [UNPAIRED] if torch.allclose(weights_after(y.roll(1)), plain) else []
+    model.zero_grad()
+    return found
+
+
+def _without(restored: str) -> Callable[..., list[str]]:
+    """The same, but one thing isn't restored."""
+
+    def answer(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, x: Tensor, y: Tensor) -> list[str]:
+        part = {"model": model, "optimizer": optimizer}.get(restored)
+        load, set_state = getattr(part, "load_state_dict", None), torch.set_rng_state
+        if part is None:
+            torch.set_rng_state = lambda state: None
+        else:
+            part.load_state_dict = lambda state: None
+        try:
+            return find_faults(model, optimizer, step, x, y)
+        finally:
+            torch.set_rng_state = set_state
+            if part is not None:
+                part.load_state_dict = load
+
+    return answer
+
+
+def _gradients_left(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, x: Tensor, y: Tensor) -> list[str]:
+    left = []
+
+    def looked_at(x: Tensor, y: Tensor) -> None:
+        step(x, y)
+        left.append(STALE)  # gradients are there
+
+    return sorted({*find_faults(model, optimizer, looked_at, x, y), *left})
+
+
+CASES: dict[str, tuple[bool, bool, float, float]] = {
+    "a right step": (True, True, 0.0, 0.0),
+    "no zero_grad()": (False, True, 0.0, 0.0),
+    "a loss that broadcasts": (True, False, 0.0, 0.0),
+    "both": (False, False, 0.0, 0.0),
+    "a right step with momentum": (True, True, 0.9, 0.0),
+    "a right step with dropout": (True, True, 0.0, 0.5),
+}
+"""Whether gradients are cleared and labels are paired; momentum, dropout."""
+
+
+def observe_faults(answer: Callable[..., Any]) -> dict[str, Any]:
+    """Which faults are found in each step, and whether the training could go on as if nothing had happened."""
+    seen: dict[str, Any] = {}
+    for name, case in CASES.items():
+        model, optimizer, step, x, y = _training(*case)
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        faults = sorted(answer(model, optimizer, step, x, y))
+        after = model.state_dict(), optimizer.state_dict()["state"]
+        seen[f"{name}: model and optimizer are as before"] = _same(before, after)
+        seen[f"{name}: faults"] = faults
+    return seen
+
+
+def _training(clears: bool, pairs: bool, momentum: float, dropout: float) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if clears:
+            optimizer.zero_grad()
+        output = model(x).squeeze(1) if pairs else model(x)
+        (output - y).square().mean().backward()
+        optimizer.step()
+
+    x, y = torch.randn(32, 8), torch.linspace(-1, 1, 32)
+    step(x, y)  # momentum has a state from here on
+    optimizer.zero_grad()
+    return model, optimizer, step, x, y
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    return all(map(_same, a, b)) if isinstance(a, tuple) else a == b
+
+
 EXERCISES = {
     "12.1": Exercise(
         "12.1",
@@ -296,6 +421,35 @@ EXERCISES = {
             ),
         ),
         timeout_s=600.0,
+    ),
+    "12.2": Exercise(
+        "12.2",
+        20,
+        "two probes",
+        observe_faults,
+        find_faults,
+        (
+            KnownMistake(
+                "the model isn't as it was: each trial starts where the last one ended",
+                "load a copy of model.state_dict() after each trial",
+                _without("model"),
+            ),
+            KnownMistake(
+                "the optimizer isn't as it was: its momentum comes from the last trial",
+                "load a copy of optimizer.state_dict() after each trial",
+                _without("optimizer"),
+            ),
+            KnownMistake(
+                "two trials of the same step draw different dropout masks",
+                "torch.get_rng_state() before, torch.set_rng_state() after each trial",
+                _without("random numbers"),
+            ),
+            KnownMistake(
+                "gradients that are there after a step are no fault: zero_grad() may come first",
+                "put other gradients there before the step, and see whether the update differs",
+                _gradients_left,
+            ),
+        ),
     ),
 }
 
