@@ -67,8 +67,8 @@ def fixed_script() -> str:
         ("build_model().double().to(device)  # float64, as the images are", "build_model().to(device)"),
         ("  right {validate(model, test_loader):.1%}", ""),  # each epoch ends with one
         (
-            '                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")\n',
-            '                parts = {"model": model, "optimizer": optimizer, "schedule": schedule}\n'
+            'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")\n',
+            'parts = {"model": model, "optimizer": optimizer, "schedule": schedule}\n'
             '                torch.save({name: part.state_dict() for name, part in parts.items()}, "last.pt")\n',
         ),
     ):
@@ -88,10 +88,7 @@ def _augmented_once() -> str:
         ("labels, train\n", "labels, train\n        self.images = [self.crop(image) for image in self.images]\n"),
         ("    def __getitem__(self, i):\n", "    def crop(self, image):\n"),
         ("self.images[i, :, y", "image[:, y"),
-        (
-            "return image\n",
-            "return image\n\n    def __getitem__(self, i): return self.images[i], int(self.labels[i])\n",
-        ),
+        ("return image, int", "return image\n\n    def __getitem__(self, i):\n        return self.images[i], int"),
     ):
         text = _edited(text, old, new)
     return text
