@@ -24,18 +24,11 @@ def mutants(exercise_id: str) -> dict:
 
 SLOW = "00.3 01.2 02.1 02.4 03.3 03.4 05.3 06.1 06.3 07.1 07.2 08.1 08.2 09.1 09.2 10.1 10.2 10.3 12.1".split()
 """Exercises whose checks start processes or take long: `make test` tries the first mistake, `make test-all` each."""
-ALONE = "12.1"
-"""It trains, and is timed: `make test` tries it in test_exercise_capstone, with nothing beside it."""
 
-PARTS = [(i, part) for i in IDS for part in ("first", "others") if part == "first" or i in SLOW]
+PARTS = [(i, "first") for i in IDS] + [pytest.param(i, "others", marks=pytest.mark.long) for i in SLOW]
 
 
-def marks(exercise_id: str, part: str) -> list[pytest.MarkDecorator]:
-    alone = exercise_id == ALONE
-    return [pytest.mark.long] * (alone or part == "others") + [pytest.mark.quiet] * alone
-
-
-@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=marks(i, "first")) for i in IDS])
+@pytest.mark.parametrize("exercise_id", IDS)
 def test_reference_passes(exercise_id, capsys):
     check(exercise_id, None, solutions=True)
     assert capsys.readouterr().out == f"{exercise_id} passed: {get_exercise(exercise_id).task}\n"
@@ -49,7 +42,9 @@ def test_every_stub_is_to_do(capsys):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("exercise_id", "part"), [pytest.param(*p, marks=marks(*p)) for p in PARTS])
+@pytest.mark.parametrize(
+    ("exercise_id", "part"), [pytest.param(*p, marks=[pytest.mark.long] * (p[1] == "others")) for p in PARTS]
+)
 def test_mistakes_are_named(exercise_id, part):
     known = list(mutants(exercise_id).items())
     chosen = (known[:1] if part == "first" else known[1:]) if exercise_id in SLOW else known

@@ -1,6 +1,7 @@
 """The ten names of a notebook: what they return and print, and functions of a cell in a launch."""
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,8 @@ def test_a_figure_says_what_it_shows_and_where_its_numbers_come_from(monkeypatch
     assert shown[0]["text/plain"] == "[Figure: Two bars. The first is longer.]"
     assert "measured here" in shown[0]["text/html"] and "\n" in fig._suptitle.get_text()
     assert len(plot.to_png(fig)) < plot.MAX_PNG_BYTES
+    show_figure(plt.figure(), pd.DataFrame({"ms": [1.0]}), alt="What a cell has timed.")
+    assert "measured here" in shown[1]["text/html"]
     with pytest.raises(BadInput, match="alt="):
         show_figure(fig, alt="")
 

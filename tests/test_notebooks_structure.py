@@ -22,17 +22,7 @@ RULES: dict[str, Rule] = {}
 
 SIZE_LIMIT_BYTES = 500_000  # repository pages show a notebook of up to about 1 MB
 # The standard library is for exercises; ranks and other processes are started by launch() alone.
-IMPORTS = {
-    "labs",
-    "torch",
-    "numpy",
-    "pandas",
-    "matplotlib",
-    "IPython",
-    "PIL",
-    "psutil",
-    "pynvml",
-} | sys.stdlib_module_names
+IMPORTS = set("labs torch numpy pandas matplotlib scipy IPython PIL psutil pynvml".split()) | sys.stdlib_module_names
 IMPORTS -= {"subprocess", "multiprocessing", "concurrent", "threading"}
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -95,10 +85,11 @@ def exercises_follow_the_solutions_parameter(nb: NotebookNode, path: Path) -> li
 @rule
 def imports_only_from_the_course(nb: NotebookNode, path: Path) -> list[str]:
     problems = []
+    written = {m for c in code_cells(nb) for m in re.findall(r"^%%writefile (\w+)\.py$", c.source, re.MULTILINE)}
     for node in (n for c in code_cells(nb) for n in ast.walk(parsed(c))):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        problems += [f"imports {m}" for m in modules if m.partition(".")[0] not in IMPORTS]
+        problems += [f"imports {m}" for m in modules if m.partition(".")[0] not in IMPORTS | written]
     return problems
 
 

@@ -68,7 +68,6 @@ def doctor(script: str, *options: Any) -> Callable[[Place, Path], list[Any]]:
 
 NCCL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,TUNING", "NCCL_DEBUG_FILE": "{part}/nccl.%p.txt"}
 
-DATA = Path(__file__).parents[1] / "common" / "data" / "fashion_mnist_12k.npz"
 NOT_READY = (0, 1)
 """hardware_probe exits with 1 if the machine lacks something, such as JupyterLab, but still measures."""
 
@@ -106,7 +105,7 @@ TASKS: dict[str, Task] = {
                           lab("fully_sharded", saved="fully_sharded_one_rank")),
     "doctor_healthy": Task("What does the doctor report for a healthy script?", 40, 120,
                            doctor("labs/recipes/train_single.py", "--steps", 2000)),
-    "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/chapters/nb12/slow_training.py", "--data", DATA)),
+    "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/exercises/slow_training.py", "--epochs", 1000)),
     "mixed_precision": Task("How fast are the course's models in each format?", 40, 120, lab("mixed_precision")),
     "memory_oracle": Task("What fills memory, model by model?", 40, 120, lab("memory_oracle")),
     "all_reduce": Task("Notebook 07: how fast are messages between GPUs, and what does NCCL choose?", 15, 60,

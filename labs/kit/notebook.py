@@ -151,10 +151,11 @@ def compare(a: Sequence[float], b: Sequence[float]) -> measure.Estimate:
     return measure.paired_ratio(list(a), list(b))
 
 
-def show_figure(fig: Any, *results: record.Records, alt: str) -> None:
+def show_figure(fig: Any, *results: record.Records | pd.DataFrame | pd.Series, alt: str) -> None:
     """Display `fig` with alternative text `alt`, and below it where the numbers of `results` come from.
 
-    Without results, the line says that this course modelled the numbers.
+    A pandas table holds what the notebook itself measured. Without results, the line says that this course modelled
+    the numbers.
     """
     require(len(alt.strip()) >= 10, "show_figure() needs alt=..., a sentence that says what the figure shows")
     if len(fig.axes) == 1 and (title := fig.axes[0].get_title(loc="left")):
@@ -163,7 +164,10 @@ def show_figure(fig: Any, *results: record.Records, alt: str) -> None:
     if fig._suptitle:
         title = "\n".join(plot._title_lines(fig._suptitle.get_text(), fig.get_figwidth()))
         fig.suptitle(title, x=0.01, ha="left", fontsize=plot.STYLE["axes.titlesize"], fontweight="bold")
-    shown = [r for each in results for r in each]
+    own = record.Record("notebook", "own", "", (0.0,))
+    tables = any(isinstance(each, pd.DataFrame | pd.Series) for each in results)
+    shown = [r for each in results if isinstance(each, record.Records) for r in each]
+    shown += record.attach_provenance([own]) if tables else []
     line = record.provenance_line(shown) if shown else "modelled by this course"
     fig._course_records, fig._course_caption = [], line
     wrapped = "\n".join(plot._filled(line.split(), 0.97 * 72 * fig.get_figwidth(), 9))
