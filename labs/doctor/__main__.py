@@ -68,7 +68,7 @@ def options(args: list[str]) -> argparse.Namespace:
         value = getattr(given, name)
         require(value is None or least <= value < float("inf"), f"--{name} must be a number from {least} on")
     script, given.out = Path(given.argv[0]), given.out.absolute()
-    require(script.is_file() and os.access(script, os.R_OK), f"there is no script {script} that can be read")
+    require(script.is_file() and os.access(script, os.R_OK), f"there is no script {script}")
     require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")
     there = next(p for p in (given.out, *given.out.parents) if p.exists())
     require(there.is_dir() and os.access(there, os.W_OK), f"--out: cannot write to a folder {there}")
