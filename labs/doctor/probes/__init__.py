@@ -35,7 +35,7 @@ class Probes:
         self.scene = scene = Scene(folder, scratch)
         losses, schedules, data = Losses(scene), Schedules(scene), Data(scene)
         self.probes: list[Any] = [
-            Replicas(scene),
+            Replicas(scene, data),
             schedules,  # before what a schedule that is too short leads to
             Effect(scene),
             losses,
