@@ -29,7 +29,7 @@ LEAK_MB, HALF = 8.0, 0.45
 """Growth of a worker in the second half of the looks: in MB, and as a share of its growth after the first quarter."""
 MANY_OBJECTS = 50_000
 DRAWS = frozenset("randint randperm permutation choice choices sample integers multinomial shuffle randrange".split())
-WRITES = (3, 16, 64, 256, 1024)
+WRITES = (3, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Batches of a worker after which it leaves what it knows."""
 
 
@@ -41,7 +41,7 @@ class Data:
         self.loaders: dict[int, dict[str, Any]] = {}
         """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self.current = self.last = 0
+        self.current = self.last = self.rewound = 0
         self.epochs: dict[int, dict[str, Any]] = {}
         self.inputs: list[tuple[int, int]] = []
         self.input_at = ("", 0)
@@ -77,6 +77,7 @@ class Data:
                     "n": 0,
                     "at": line,
                     "last": -1,
+                    "rewound": self.rewound,
                 }
             original(iterator, loader, *args, **kwargs)
 
@@ -133,6 +134,10 @@ class Data:
         if self.parallel:
             self.inputs.append((step, _digest((args, kwargs), self.scene.torch)))
             self.input_at = self.scene.line()
+
+    def resumed(self) -> None:
+        """Count: a counterfactual has put the random state back, so that later epochs may begin as earlier ones."""
+        self.rewound += 1
 
     def after_step(self, optimizer: Any, number: int) -> None:
         """Look at the workers' memory now and then."""
@@ -249,6 +254,7 @@ class Data:
                 for r in left
                 if r["number"] < one["number"]
                 and r["worker"] == one["worker"]
+                and self.loaders[r["number"]]["rewound"] == of["rewound"]
                 and self.loaders[r["number"]]["loader"]() is loader
             ]
             iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
@@ -310,7 +316,7 @@ class Data:
         per_batch = sum(late) / (n_last - n_middle)
         if (
             grown
-            and _bounded(loader, grown, n_middle)
+            and all(_bounded(loader, row, grown) for row in mine)
             and per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
         ):
             return  # a cache of the data set, which fits
@@ -469,10 +475,14 @@ def _repeated(one: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str
             yield name
 
 
-def _bounded(loader: Any, grown: dict[str, tuple[int, int]], batches: int) -> bool:
-    """Return whether what still grows after so many batches may be a cache that ends with the data."""
-    held = [getattr(loader.dataset, n.partition(".")[2], None) for n in grown]
-    return all(isinstance(h, dict) or hasattr(h, "cache_info") for h in held) and batches < _batches(loader) < math.inf
+def _bounded(loader: Any, row: dict[str, Any], grown: dict[str, tuple[int, int]]) -> bool:
+    """Return whether what a worker has grown may be a cache that ends with the data: with an entry for each sample."""
+    held = [getattr(loader.dataset, name.partition(".")[2], None) for name in grown]
+    if not all(isinstance(h, dict) or hasattr(h, "cache_info") for h in held) or _batches(loader) == math.inf:
+        return False
+    epochs = row["fetched"] * loader.num_workers / _batches(loader)
+    samples = len(loader.dataset) * (1 - (1 - 1 / loader.num_workers) ** epochs)  # that a worker has met, by chance
+    return epochs <= 1 or all(row["sizes"][1].get(name, 0) <= 1.1 * samples for name in grown)
 
 
 def _batches(loader: Any) -> float:

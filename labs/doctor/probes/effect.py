@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import Scene, around, local, looks_at, some
+from labs.doctor.probes.scene import Scene, around, local, looks_at, parsed, some
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
 """Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
@@ -38,6 +38,7 @@ class Effect:
         """Modules that were put into 16 bits, and the lines that did so."""
         self.moved_frozen: dict[int, str] = {}
         self.missing: dict[str, Any] = {}
+        self.flag: dict[str, Any] = {}
         self.gone: set[int] = set()
         """Optimizers whose gradients were there after backward and not at the step."""
         self.had: dict[int, bool] = {}
@@ -163,6 +164,7 @@ class Effect:
         scene, torch = self.scene, self.scene.torch
         if number == 3:
             objects = gc.get_objects()
+            self._look_for_flags([m for m in objects if issubclass(type(m), torch.nn.Module)])
             optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
@@ -198,6 +200,13 @@ class Effect:
                     self.missing["copies"] = []  # a network that measures a loss: it's called for the target as well
             same = [p for p, was in self.missing["copies"] if bool((some(p) == was).all()) and p.grad is not None]
             self.missing |= {"copies": [], "names": [scene.name_of(p) for p in same]}
+
+    def _look_for_flags(self, modules: list[Any]) -> None:
+        """Find modules with an attribute `requires_grad`, which freezes nothing: only parameters have it."""
+        for module in modules:
+            flag, parameters = vars(module).get("requires_grad"), list(module.parameters())
+            if isinstance(flag, bool) and any(p.requires_grad != flag for p in parameters) and not self.flag:
+                self.flag = {"module": type(module).__name__, "value": flag, "tensors": len(parameters)}
 
     def _look_at_autocast(self, device: str, number: int) -> None:
         """Try whether a weight's copy in 16 bits outlives a step: that of a weight of our own, which we change."""
@@ -240,6 +249,12 @@ class Effect:
                 )
                 fix = "Freeze with p.grad = None as well, or give the optimizer the other parameters only"
                 out.append(found("effect", title, place, fix))
+        if self.flag:
+            title = (
+                f"`requires_grad = {self.flag['value']}` on a module ({self.flag['module']}) changes nothing: it's a "
+            )
+            title += "new attribute, and the parameters stay as they are"
+            out.append(found("effect", title, self._flag_line(), "Call module.requires_grad_(...)", self.flag))
         if self.stale >= 2:
             title = "The model computes with old weights: its autocast block was not left since an earlier step, and "
             title += "autocast keeps a copy of each weight until the block ends"
@@ -326,6 +341,19 @@ class Effect:
         else:
             fix = "Make the optimizer after the last change of the model, of all its parameters"
         return [found("effect", title, self._optimizer_line(), fix, {"tensors": len(names)})]
+
+    def _flag_line(self) -> tuple[str, int]:
+        """Return the first line that sets `requires_grad` of something else than each parameter in a loop."""
+        for file in self.scene.sources():
+            nodes = list(ast.walk(parsed(file)))
+            loops = {ast.unparse(t) for n in nodes if isinstance(n, ast.For) for t in ast.walk(n.target)}
+            for node in (n for n in nodes if isinstance(n, ast.Assign)):
+                if any(
+                    getattr(t, "attr", "") == "requires_grad" and ast.unparse(t.value) not in loops
+                    for t in node.targets
+                ):
+                    return file, node.lineno
+        return "", 0
 
     def _optimizer_line(self) -> tuple[str, int]:
         """Return the line that makes the optimizer, if there is one such line."""

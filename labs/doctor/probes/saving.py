@@ -144,6 +144,7 @@ class Saving:
                 of["held"].append(value)
         if first:
             of["lacks"] = self._not_held(of["held"], recent)
+            self.scene.keep()
             scalers = [o for o in gc.get_objects() if issubclass(type(o), self.scene.torch.amp.GradScaler)]
             self.scalers = [weakref.ref(s) for s in scalers if s.is_enabled()]
 

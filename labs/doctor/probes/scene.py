@@ -46,6 +46,8 @@ class Scene:
         self.roots: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         """Outermost modules that the script called, by id."""
         self.undo = ExitStack()
+        self.keep: Callable[[], Any] = bool
+        """Call it at what a script may do last, before it drops its objects: it keeps the findings so far."""
         self._own: dict[str, bool] = {}
 
     def away(self) -> bool:

@@ -80,6 +80,8 @@ class Validation:
                 given = {"training": True} | dict(zip(names, args, strict=False)) | kwargs
                 if given["training"] and given.get("dropout_p", given.get("p", 0.5 * ("p" in names))):
                     self.dropping[place] = self.dropping.get(place, 0) + 1
+                    if self.dropping[place] == 1:
+                        self.scene.keep()
             return original(*args, **kwargs)
 
         return call
@@ -164,6 +166,7 @@ class Validation:
         mean = len(values) == 1 and not re.search(r"\[:|mask|valid_|unique", function_text(*place))
         if padded - size > LEAST_PADDED * size and (counted or mean):
             self.padded = {"at": place, "samples": size, "counted": padded, "by": type(sampler).__name__}
+            self.scene.keep()
 
     def _gathering(self, original: Any) -> Any:
         def gather(to: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
