@@ -42,6 +42,8 @@ class Data:
         """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.current = self.last = self.rewound = 0
+        self.latest: Any = None
+        """The loader iterated last, alive until what it delivered has been counted."""
         self.epochs: dict[int, dict[str, Any]] = {}
         self.inputs: list[tuple[int, int]] = []
         self.input_at = ("", 0)
@@ -68,7 +70,7 @@ class Data:
     def _making(self, original: Any) -> Any:
         def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             if not self.scene.away():
-                self.current += 1
+                self.current, self.latest = self.current + 1, loader
                 self.numbers[iterator] = self.current
                 line = self.scene.line()
                 self.loaders[self.current] = {
@@ -481,7 +483,9 @@ def _bounded(loader: Any, row: dict[str, Any], grown: dict[str, tuple[int, int]]
     if not all(isinstance(h, dict) or hasattr(h, "cache_info") for h in held) or _batches(loader) == math.inf:
         return False
     epochs = row["fetched"] * loader.num_workers / _batches(loader)
-    samples = len(loader.dataset) * (1 - (1 - 1 / loader.num_workers) ** epochs)  # that a worker has met, by chance
+    samples = (
+        (loader.batch_size or 1) * _batches(loader) * (1 - (1 - 1 / loader.num_workers) ** epochs)
+    )  # met by chance
     return epochs <= 1 or all(row["sizes"][1].get(name, 0) <= 1.1 * samples for name in grown)
 
 

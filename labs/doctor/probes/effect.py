@@ -164,7 +164,7 @@ class Effect:
         scene, torch = self.scene, self.scene.torch
         if number == 3:
             objects = gc.get_objects()
-            self._look_for_flags([m for m in objects if issubclass(type(m), torch.nn.Module)])
+            self._look_for_flags([m for root in scene.roots.values() for m in root.modules()])
             optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
