@@ -25,6 +25,8 @@ from labs.doctor.probes.scene import WARM_UP, Scene, assignments, name_in, parse
 from labs.kit import _compat
 
 LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.5, 60, 8
+FEWEST_BATCHES = 16
+"""Of each worker in the second half of the looks: a worker that has just begun grows for other reasons."""
 LEAK_MB, HALF = 8.0, 0.45
 """Growth of a worker in the second half of the looks: in MB, and as a share of its growth after the first quarter."""
 MANY_OBJECTS = 50_000
@@ -49,7 +51,7 @@ class Data:
         self.input_at = ("", 0)
         self.parallel = ""
         self.looks: list[tuple[int, dict[int, float]]] = []
-        self.looked = 0.0
+        self.looked, self.rarer = 0.0, 1
         self.worker: dict[str, Any] = {}
         self.samplers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         """Lines that make each DistributedSampler."""
@@ -144,9 +146,11 @@ class Data:
     def after_step(self, optimizer: Any, number: int) -> None:
         """Look at the workers' memory now and then."""
         now = time.monotonic()
-        if now < self.looked + LOOK_S or len(self.looks) == MOST_LOOKS or not hasattr(psutil, "LINUX"):
+        if now < self.looked + LOOK_S * self.rarer or not hasattr(psutil, "LINUX"):
             return
         self.looked = now
+        if len(self.looks) == MOST_LOOKS:
+            self.looks, self.rarer = self.looks[::2], 2 * self.rarer
         for iterator, number in list(self.numbers.items()):
             of = self.loaders[number]
             if of["training"] and (workers := getattr(iterator, "_workers", None)):
@@ -312,7 +316,7 @@ class Data:
             loader is None
             or not (enough and steady)
             or sum(late) < HALF * sum(last[pid] - early[pid] for pid in last)
-            or n_last == n_middle
+            or n_last - n_middle < FEWEST_BATCHES * len(last)
         ):
             return
         per_batch = sum(late) / (n_last - n_middle)
