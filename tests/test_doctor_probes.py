@@ -104,6 +104,8 @@ for x, y in DataLoader(Kept(), 8, num_workers=1):
     opt.step()
     opt.zero_grad()
 """
+TWICE = """loader = DataLoader(Kept(), 8, sampler=range(160), num_workers=1, persistent_workers=True)
+for x, y in (batch for epoch in range(6) for batch in loader)"""
 
 
 def test_a_worker_that_keeps_what_it_reads_is_named(tmp_path, monkeypatch):
@@ -111,6 +113,17 @@ def test_a_worker_that_keeps_what_it_reads_is_named(tmp_path, monkeypatch):
     code = LEAK.replace("KEEP", "self.seen.append(os.urandom(50_000))  # here")
     (leak,) = probed(code, tmp_path, monkeypatch)
     assert (leak.probe, leak.line) == ("workers", line_of(PRELUDE + code)) and leak.numbers["MB per worker"] > 4
+
+
+def test_a_cache_without_a_bound_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("labs.doctor.probes.data.LOOK_S", 0.0)
+    code = LEAK.replace("KEEP", "self.read(i, random.random())").replace(
+        "    def __len__",
+        "    @functools.cache  # here\n    def read(self, i, at):\n        return os.urandom(50_000)\n    def __len__",
+    )
+    code = "import functools\n" + code.replace("for x, y in DataLoader(Kept(), 8, num_workers=1)", TWICE)
+    (leak,) = probed(code, tmp_path, monkeypatch)
+    assert (leak.probe, leak.line) == ("workers", line_of(PRELUDE + code))
 
 
 def test_a_worker_that_keeps_nothing_is_not(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from labs.doctor.probes.validation import Validation
 __all__ = ["Finding", "Probes", "merge"]
 
 
-KEPT_AT = (5, 55, 144)
+KEPT_AT = (5, 55, 144, 377, 987)
 """Steps at which findings are kept, for scripts that end soon and take their objects with them."""
 
 
@@ -35,7 +35,7 @@ class Probes:
         self.scene = scene = Scene(folder, scratch)
         losses, schedules, data = Losses(scene), Schedules(scene), Data(scene)
         self.probes: list[Any] = [
-            Replicas(scene),
+            Replicas(scene, data),
             schedules,  # before what a schedule that is too short leads to
             Effect(scene),
             losses,
@@ -46,6 +46,7 @@ class Probes:
         ]
         self.within: dict[int, Any] = {}
         """Frames in which optimizers' steps run, by id of the optimizer."""
+        scene.keep = self.findings
         self.last: list[dict[str, Any]] = []
         """Findings while the script's optimizers were alive."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import random
 import sys
@@ -13,20 +14,24 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import WARM_UP, Scene, assignments, parsed, some, tensors_in
+from labs.doctor.probes.scene import WARM_UP, Scene, assignments, name_in, parsed, some, tensors_in
 from labs.kit import _compat
 
 LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.5, 60, 8
-LEAK_MB, HALF = 8.0, 0.35
-"""Growth of a worker in the second half of the looks: in MB, and as a share of its whole growth."""
+FEWEST_BATCHES = 16
+"""Of each worker in the second half of the looks: a worker that has just begun grows for other reasons."""
+LEAK_MB, HALF = 8.0, 0.45
+"""Growth of a worker in the second half of the looks: in MB, and as a share of its growth after the first quarter."""
 MANY_OBJECTS = 50_000
-WRITES = (3, 16, 64, 256, 1024)
+DRAWS = frozenset("randint randperm permutation choice choices sample integers multinomial shuffle randrange".split())
+WRITES = (3, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Batches of a worker after which it leaves what it knows."""
 
 
@@ -38,14 +43,18 @@ class Data:
         self.loaders: dict[int, dict[str, Any]] = {}
         """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self.current = self.last = 0
+        self.current = self.last = self.rewound = 0
+        self.latest: Any = None
+        """The loader iterated last, alive until what it delivered has been counted."""
         self.epochs: dict[int, dict[str, Any]] = {}
         self.inputs: list[tuple[int, int]] = []
         self.input_at = ("", 0)
         self.parallel = ""
         self.looks: list[tuple[int, dict[int, float]]] = []
-        self.looked = 0.0
+        self.looked, self.rarer = 0.0, 1
         self.worker: dict[str, Any] = {}
+        self.samplers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        """Lines that make each DistributedSampler."""
 
     def install(self) -> None:
         """Before any loader starts its workers: they inherit what is replaced here."""
@@ -54,6 +63,7 @@ class Data:
         self.scene.replace(_compat.LoaderIterator, "__init__", self._making)
         self.scene.replace(_compat.LoaderIterator, "__next__", self._next)
         self.scene.replace(DistributedSampler, "__iter__", self._sampling)
+        self.scene.replace(DistributedSampler, "__init__", self._sharing)
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             self.scene.replace(getattr(_compat.fetchers, name), "fetch", self._fetching)
 
@@ -62,7 +72,7 @@ class Data:
     def _making(self, original: Any) -> Any:
         def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             if not self.scene.away():
-                self.current += 1
+                self.current, self.latest = self.current + 1, loader
                 self.numbers[iterator] = self.current
                 line = self.scene.line()
                 self.loaders[self.current] = {
@@ -71,6 +81,7 @@ class Data:
                     "n": 0,
                     "at": line,
                     "last": -1,
+                    "rewound": self.rewound,
                 }
             original(iterator, loader, *args, **kwargs)
 
@@ -97,6 +108,18 @@ class Data:
         """Return whether steps were taken between batches of a loader."""
         return any(of["training"] for of in self.loaders.values() if of["loader"]() is loader)
 
+    def shared_out(self) -> bool:
+        """Return whether a DistributedSampler shares the training's data out."""
+        loaders = [of["loader"]() for of in self.loaders.values() if of["training"]]
+        return any(type(getattr(one, "sampler", None)).__name__ == "DistributedSampler" for one in loaders)
+
+    def _sharing(self, original: Any) -> Any:
+        def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
+            original(sampler, *args, **kwargs)
+            self.samplers[sampler] = self.scene.line()
+
+        return init
+
     def _sampling(self, original: Any) -> Any:
         def iterate(sampler: Any) -> Any:
             if not self.scene.away() and sampler.shuffle:
@@ -116,12 +139,18 @@ class Data:
             self.inputs.append((step, _digest((args, kwargs), self.scene.torch)))
             self.input_at = self.scene.line()
 
+    def resumed(self) -> None:
+        """Count: a counterfactual has put the random state back, so that later epochs may begin as earlier ones."""
+        self.rewound += 1
+
     def after_step(self, optimizer: Any, number: int) -> None:
         """Look at the workers' memory now and then."""
         now = time.monotonic()
-        if now < self.looked + LOOK_S or len(self.looks) == MOST_LOOKS or not hasattr(psutil, "LINUX"):
+        if now < self.looked + LOOK_S * self.rarer or not hasattr(psutil, "LINUX"):
             return
         self.looked = now
+        if len(self.looks) == MOST_LOOKS:
+            self.looks, self.rarer = self.looks[::2], 2 * self.rarer
         for iterator, number in list(self.numbers.items()):
             of = self.loaders[number]
             if of["training"] and (workers := getattr(iterator, "_workers", None)):
@@ -179,8 +208,8 @@ class Data:
         out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
         if len(self.inputs) >= 3:
             digests = [digest for _, digest in self.inputs]
-            drawn = any(of["training"] for of in self.loaders.values()) or "Generator(" in self.scene.text()
-            row = {"kind": self.parallel, "digests": digests, "place": list(self._place())}
+            drawn = any(of["training"] for of in self.loaders.values()) or self._draws_rows()
+            row = {"kind": self.parallel, "digests": digests, "place": list(self._place()), "sampler": self._share()}
             out += [{"probe": "_inputs", **row}] if drawn else []  # else made-up data, as of a benchmark
         return out
 
@@ -188,12 +217,31 @@ class Data:
         """Return the line that takes the training's batches, else the one that calls the model."""
         return next((of["at"] for of in self.loaders.values() if of["training"]), self.input_at)
 
+    def _share(self) -> list[Any] | None:
+        """Return rank and line of the sampler that shares the training's data out."""
+        loaders = [of["loader"]() for of in self.loaders.values() if of["training"]]
+        samplers = [s for one in loaders if (s := getattr(one, "sampler", None)) in self.samplers]
+        return [samplers[0].rank, list(self.samplers[samplers[0]])] if samplers else None
+
+    def _draws_rows(self) -> bool:
+        """Return whether the script picks its batches out of its data at random."""
+        for file in self.scene.sources():
+            nodes = list(ast.walk(parsed(file)))
+            drawn: set[str] = set()
+            for _ in range(2):
+                bound = [(t, n.value) for n in nodes if isinstance(n, ast.Assign) for t in n.targets]
+                bound += [(n.target, n.iter) for n in nodes if isinstance(n, ast.For | ast.comprehension)]
+                drawn |= {ast.unparse(t) for t, value in bound if _random(value, drawn)}
+            if any(isinstance(n, ast.Subscript) and _random(n.slice, drawn) for n in nodes):
+                return True
+        return "Generator(" in self.scene.text()
+
     def _same_epoch(self) -> Iterator[dict[str, Any]]:
         for loader, of in {id(of["loader"]()): (of["loader"](), of) for of in self.loaders.values()}.values():
             seen = self.epochs.get(id(getattr(loader, "sampler", None)))
             if seen is None or not self.training(loader):
                 continue
-            passes = list(zip(seen["epochs"], seen["epochs"][1:], strict=False))
+            passes = list(pairwise(seen["epochs"]))
             if passes and all(a[0] == b[0] and a[1] < b[1] for a, b in passes):
                 title = f"Each epoch has the same order: {len(passes) + 1} passes over the DistributedSampler had "
                 title += f"epoch {passes[0][0][0]}"
@@ -212,6 +260,7 @@ class Data:
                 for r in left
                 if r["number"] < one["number"]
                 and r["worker"] == one["worker"]
+                and self.loaders[r["number"]]["rewound"] == of["rewound"]
                 and self.loaders[r["number"]]["loader"]() is loader
             ]
             iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
@@ -247,13 +296,11 @@ class Data:
         if len(self.looks) < FEWEST_LOOKS:
             return
         half = len(self.looks) // 2
-        (_, first), (n_middle, middle), (n_last, last) = self.looks[0], self.looks[half], self.looks[-1]
+        (_, first), (_, early) = self.looks[0], self.looks[half // 2]  # before `early` they copy what they touch first
+        (n_middle, middle), (n_last, last) = self.looks[half], self.looks[-1]
         late = [last[pid] - middle[pid] for pid in last]
-        steady = all(
-            sum(b[pid] > a[pid] for (_, a), (_, b) in zip(self.looks[half:], self.looks[half + 1 :], strict=False))
-            >= 0.7 * (len(self.looks) - half - 1)
-            for pid in last
-        )
+        thirds = [self.looks[half + i * (len(self.looks) - 1 - half) // 3][1] for i in range(4)]
+        steady = all(b[pid] - a[pid] > 0.1 * (last[pid] - middle[pid]) for a, b in pairwise(thirds) for pid in last)
         mine = [row for row in left if row["pid"] in last and len(row.get("sizes", [])) > 1]
         grown = {
             name: (row["sizes"][0][name], n)
@@ -265,12 +312,17 @@ class Data:
         loader = of["loader"]() if of else None
         enough = all(mb >= LEAK_MB / (4 if grown else 1) for mb in late)
         total = [last[pid] - first[pid] for pid in last]
-        if loader is None or not (enough and steady) or sum(late) < HALF * sum(total) or n_last == n_middle:
+        if (
+            loader is None
+            or not (enough and steady)
+            or sum(late) < HALF * sum(last[pid] - early[pid] for pid in last)
+            or n_last - n_middle < FEWEST_BATCHES * len(last)
+        ):
             return
         per_batch = sum(late) / (n_last - n_middle)
         if (
             grown
-            and _bounded(loader, grown)
+            and all(_bounded(loader, row, grown) for row in mine)
             and per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
         ):
             return  # a cache of the data set, which fits
@@ -294,6 +346,11 @@ class Data:
         yield found("workers", title, place, fix, numbers)
 
     def _grower(self, name: str) -> tuple[str, int] | None:
+        """Return the line that adds to a list, a dict or a set of this name, or the cached function of this name."""
+        for file in self.scene.sources():
+            for node in ast.walk(parsed(file)):
+                if isinstance(node, ast.FunctionDef) and node.name == name and node.decorator_list:
+                    return file, node.decorator_list[0].lineno
         for file, call in self.scene.calls():
             if getattr(call.func, "attr", "") in ("append", "extend", "add", "setdefault", "update"):
                 held = call.func.value
@@ -316,8 +373,21 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     if any(d != digests[0] for d in digests) or len(set(digests[0])) < 2:
         return []
     title = f"All {len(rows)} ranks train on the same batches ({len(digests[0])} of {len(digests[0])} compared)"
-    fix = "Give the loader a DistributedSampler, or seed the data by the rank"
-    return [found("data", title, tuple(rows[0]["place"]), fix, {"batches compared": len(digests[0])})]
+    fix, place = "Give the loader a DistributedSampler, or seed the data by the rank", rows[0]["place"]
+    shares = [row["sampler"] for row in rows]
+    if all(shares) and len({rank for rank, _ in shares}) == 1:
+        place = shares[0][1]
+        title += f": the DistributedSampler has rank {shares[0][0]} on each of them"
+        fix = "Leave out its `rank` and `num_replicas`, or give it torch.distributed.get_rank()"
+    return [found("data", title, tuple(place), fix, {"batches compared": len(digests[0])})]
+
+
+def _random(node: ast.AST, drawn: set[str]) -> bool:
+    """Return whether an expression draws random numbers, or has a name that holds some."""
+    inner = list(ast.walk(node))
+    return any(isinstance(n, ast.Call) and name_in(n.func) in DRAWS for n in inner) or any(
+        isinstance(n, ast.Name) and n.id in drawn for n in inner
+    )
 
 
 def _data_parallel(module: Any, torch: Any) -> str:
@@ -363,6 +433,9 @@ def _held(dataset: Any) -> Iterator[tuple[str, Any]]:
                 items = enumerate(value[:8]) if isinstance(value, list | tuple) else [("", value)]
                 following += [(f"{name}.{key}", v) for _, v in items if hasattr(v, "__dict__")]
         level = following
+    for key, value in list(vars(type(dataset)).items()):
+        if hasattr(value, "cache_info"):
+            yield f"dataset.{key}", value
     function = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
     for key, value in list(getattr(function, "__globals__", {}).items()):
         yield key, value
@@ -390,8 +463,14 @@ def _random_states(dataset: Any) -> dict[str, int]:
 
 
 def _sizes(dataset: Any) -> dict[str, int]:
-    """Return how many entries each list, dict and set has that a dataset holds."""
-    return {name: len(value) for name, value in _held(dataset) if isinstance(value, list | dict | set)}
+    """Return how many entries each list, dict, set and cached function has that a dataset holds."""
+    sizes = {}
+    for name, value in _held(dataset):
+        if isinstance(value, list | dict | set):
+            sizes[name] = len(value)
+        elif hasattr(value, "cache_info") and value.cache_info().maxsize is None:
+            sizes[name] = value.cache_info().currsize
+    return sizes
 
 
 def _repeated(one: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str]:
@@ -402,14 +481,16 @@ def _repeated(one: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str
             yield name
 
 
-def _bounded(loader: Any, grown: dict[str, tuple[int, int]]) -> bool:
-    """Return whether what grows may be a cache that ends with the data."""
-    try:
-        return (
-            all(isinstance(getattr(loader.dataset, n.partition(".")[2], None), dict) for n in grown) and len(loader) > 0
-        )
-    except TypeError:
+def _bounded(loader: Any, row: dict[str, Any], grown: dict[str, tuple[int, int]]) -> bool:
+    """Return whether what a worker has grown may be a cache that ends with the data: with an entry for each sample."""
+    held = [getattr(loader.dataset, name.partition(".")[2], None) for name in grown]
+    if not all(isinstance(h, dict) or hasattr(h, "cache_info") for h in held) or _batches(loader) == math.inf:
         return False
+    epochs = row["fetched"] * loader.num_workers / _batches(loader)
+    samples = (
+        (loader.batch_size or 1) * _batches(loader) * (1 - (1 - 1 / loader.num_workers) ** epochs)
+    )  # met by chance
+    return epochs <= 1 or all(row["sizes"][1].get(name, 0) <= 1.1 * samples for name in grown)
 
 
 def _batches(loader: Any) -> float:

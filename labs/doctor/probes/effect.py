@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import re
 import weakref
 from typing import Any
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import Scene, around, local, looks_at, some
+from labs.doctor.probes.scene import Scene, around, local, looks_at, parsed, some
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
 """Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
@@ -17,6 +18,8 @@ FEWEST = 3
 """Samples that must agree."""
 FROM_THE_START = 20
 """Steps with learning rate 0 from the first one on; warm-ups begin with one or a few."""
+LOSS = re.compile(r"loss|percept|teacher|critic|discrim|reward|lpips|vgg", re.I)
+"""Names of networks whose gradients nobody wants."""
 MOST = 16
 """Tensors that are compared after the warm-up."""
 
@@ -35,19 +38,37 @@ class Effect:
         """Modules that were put into 16 bits, and the lines that did so."""
         self.moved_frozen: dict[int, str] = {}
         self.missing: dict[str, Any] = {}
+        self.flag: dict[str, Any] = {}
         self.gone: set[int] = set()
         """Optimizers whose gradients were there after backward and not at the step."""
-        self.had: set[int] = set()
+        self.had: dict[int, bool] = {}
+        """Optimizers that had gradients after backward, and whether any was not 0."""
+        self.zeroed: set[int] = set()
+        """Optimizers whose gradients were all set to 0 between backward and step."""
         self.before: list[tuple[Any, Any]] = []
         self.canary: Any = None
         self.stale, self.stale_at = 0, ("", 0)
         self.nearest: Any = None
         """The parameter that is nearest to the loss and used once; None if it is used more often."""
+        self.loaded: weakref.WeakSet = weakref.WeakSet()
+        self.counting: Any = None
+        self.calls: list[bool] = []
+        """Calls of the module of `nearest`, with gradients or without, during `passes` backward passes."""
+        self.passes = 0
 
     def install(self) -> None:
-        """Note which lines put a module into 16 bits."""
+        """Note which lines put a module into 16 bits, and which modules get weights from elsewhere."""
+        self.scene.replace(self.scene.torch.nn.Module, "load_state_dict", self._loading)
         for name in ("to", "half", "bfloat16"):
             self.scene.replace(self.scene.torch.nn.Module, name, self._casting)
+
+    def _loading(self, original: Any) -> Any:
+        def load(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.scene.step:
+                self.loaded.add(module)
+            return original(module, *args, **kwargs)
+
+        return load
 
     def _casting(self, original: Any) -> Any:
         half = self.scene.torch.bfloat16, self.scene.torch.float16
@@ -67,9 +88,11 @@ class Effect:
 
     def after_backward(self, roots: Any) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
+        self.passes += 1
         for key, optimizer in list(self.scene.optimizers.items()):
             if looks_at(self.scene.steps_of[key] + 1) and _gradients(optimizer):
-                self.had.add(key)
+                held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+                self.had[key] = any(bool((some(g) != 0).any()) for g in held if not g.is_sparse)
 
     def before_step(self, optimizer: Any, number: int) -> None:
         """Keep some elements of each parameter."""
@@ -96,7 +119,7 @@ class Effect:
                 self._look_for_missing(number)
             self._look_at_autocast(self.before[0][0].device.type, number)
         self.before = []
-        self.had.discard(key)
+        self.had.pop(key, None)
 
     def _note_rate(self, key: int, rate: float, number: int) -> None:
         of = self.zero.setdefault(key, [0, 0, 0, 0])
@@ -133,12 +156,15 @@ class Effect:
             self.samples.setdefault(id(optimizer), []).append(sample)
         if not gradients and id(optimizer) in self.had:
             self.gone.add(id(optimizer))
+        if gradients and self.had.get(id(optimizer)) and not any(n for n, _ in sample["pushed"].values()):
+            self.zeroed.add(id(optimizer))
 
     def _look_for_missing(self, number: int) -> None:
         """Find parameters of the model that get gradients and that no optimizer has."""
-        scene = self.scene
+        scene, torch = self.scene, self.scene.torch
         if number == 3:
             objects = gc.get_objects()
+            self._look_for_flags([m for root in scene.roots.values() for m in root.modules()])
             optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
@@ -149,23 +175,38 @@ class Effect:
             hidden = [p for key, p in listed.items() if key not in known | held and _has_gradient(p)]
             stale = [p for p in scene.parameters() if p.grad is None and p.requires_grad and id(p) not in known]
             lacking: list[Any] = []
+            loaded = {id(p) for m in self.loaded for p in m.parameters()} if not stale else set()
             for of in roots.values():
-                free = [p for p in of if id(p) not in held and _has_gradient(p)]
+                free = [p for p in of if id(p) not in held | loaded and _has_gradient(p)]
                 trained = sum(p.numel() for p in of if id(p) in held and p.grad is not None)
                 if free and (stale or sum(p.numel() for p in free) <= trained):
                     lacking += free
             if self.nearest is not None and id(self.nearest) not in held | known:
                 modules = [m for m in objects if issubclass(type(m), scene.torch.nn.Module) and m.training]
-                last = [of for of in map(list, (m.parameters() for m in modules)) if any(p is self.nearest for p in of)]
-                if last and not any(id(p) in held for p in max(last, key=len)):
-                    lacking += [p for p in max(last, key=len) if _has_gradient(p)]
-            self.nearest = None
+                last = [m for m in modules if any(p is self.nearest for p in m.parameters())]
+                outer = max(last, key=lambda m: sum(1 for _ in m.parameters()), default=None)
+                of = list(outer.parameters()) if outer is not None and not LOSS.search(type(outer).__name__) else []
+                if of and not any(id(p) in held | loaded for p in of):
+                    lacking += [p for p in of if _has_gradient(p)]
+                    self.counting = outer.register_forward_hook(lambda *_: self.calls.append(torch.is_grad_enabled()))
+            self.nearest, self.passes = None, 0
             both = list({id(p): p for p in (*hidden, *lacking)}.values())
             copies = [(p, some(p).clone()) for p in both]
             self.missing = {"copies": copies, "hidden": bool(hidden), "stale": len(stale)}
         elif self.missing.get("copies"):
+            if self.counting is not None:
+                self.counting.remove()
+                if not all(self.calls) or len(self.calls) != self.passes:
+                    self.missing["copies"] = []  # a network that measures a loss: it's called for the target as well
             same = [p for p, was in self.missing["copies"] if bool((some(p) == was).all()) and p.grad is not None]
             self.missing |= {"copies": [], "names": [scene.name_of(p) for p in same]}
+
+    def _look_for_flags(self, modules: list[Any]) -> None:
+        """Find modules with an attribute `requires_grad`, which freezes nothing: only parameters have it."""
+        for module in modules:
+            flag, parameters = vars(module).get("requires_grad"), list(module.parameters())
+            if isinstance(flag, bool) and any(p.requires_grad != flag for p in parameters) and not self.flag:
+                self.flag = {"module": type(module).__name__, "value": flag, "tensors": len(parameters)}
 
     def _look_at_autocast(self, device: str, number: int) -> None:
         """Try whether a weight's copy in 16 bits outlives a step: that of a weight of our own, which we change."""
@@ -208,6 +249,12 @@ class Effect:
                 )
                 fix = "Freeze with p.grad = None as well, or give the optimizer the other parameters only"
                 out.append(found("effect", title, place, fix))
+        if self.flag:
+            title = (
+                f"`requires_grad = {self.flag['value']}` on a module ({self.flag['module']}) changes nothing: it's a "
+            )
+            title += "new attribute, and the parameters stay as they are"
+            out.append(found("effect", title, self._flag_line(), "Call module.requires_grad_(...)", self.flag))
         if self.stale >= 2:
             title = "The model computes with old weights: its autocast block was not left since an earlier step, and "
             title += "autocast keeps a copy of each weight until the block ends"
@@ -229,6 +276,11 @@ class Effect:
             title = "step() changes nothing: the gradients are there after backward() and gone at step()"
             fix = "Move zero_grad() out from between backward() and step()"
             return [found("effect", title, place, fix, numbers)]
+        if key in self.zeroed:
+            title = "step() changes nothing: the gradients are 0 at step() and were not after backward()"
+            calls = [(f, c.lineno) for f, c in self.scene.calls() if "clip_grad" in ast.unparse(c.func)]
+            fix = "Clip to a norm above 0, and multiply gradients by no 0, between backward() and step()"
+            return [found("effect", title, calls[0] if len(calls) == 1 else place, fix, numbers)]
         if len(self.scene.optimizers) > 1 or self._by_others(key):
             return []  # one of several may wait for its phase of the training
         none = not any(s["gradients"] for s in used)
@@ -289,6 +341,19 @@ class Effect:
         else:
             fix = "Make the optimizer after the last change of the model, of all its parameters"
         return [found("effect", title, self._optimizer_line(), fix, {"tensors": len(names)})]
+
+    def _flag_line(self) -> tuple[str, int]:
+        """Return the first line that sets `requires_grad` of something else than each parameter in a loop."""
+        for file in self.scene.sources():
+            nodes = list(ast.walk(parsed(file)))
+            loops = {ast.unparse(t) for n in nodes if isinstance(n, ast.For) for t in ast.walk(n.target)}
+            for node in (n for n in nodes if isinstance(n, ast.Assign)):
+                if any(
+                    getattr(t, "attr", "") == "requires_grad" and ast.unparse(t.value) not in loops
+                    for t in node.targets
+                ):
+                    return file, node.lineno
+        return "", 0
 
     def _optimizer_line(self) -> tuple[str, int]:
         """Return the line that makes the optimizer, if there is one such line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -16,14 +16,14 @@ class Finding:
     probe: str
     title: str
     """One sentence with its main numbers, without a full stop."""
-    numbers: dict[str, Any]
     file: str
     line: int
     code: str
     fix: str
-    also: list[str] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    numbers: dict[str, Any]
+    also: Sequence[str] = ()
     wrong: bool = True
+    ranks: Sequence[int] = ()
 
     @property
     def where(self) -> str:
@@ -41,16 +41,5 @@ def found(
     wrong: bool = True,
 ) -> dict[str, Any]:
     """Return a finding of one rank as JSON holds it."""
-    file, line = place
-    code = linecache.getline(file, line).strip() if file else ""
-    return {
-        "probe": probe,
-        "title": title,
-        "numbers": numbers or {},
-        "file": file,
-        "line": line,
-        "source line": code,
-        "fix": fix,
-        "also": list(also),
-        "wrong": wrong,
-    }
+    code = linecache.getline(*place).strip() if place[0] else ""
+    return vars(Finding(probe, title, *place, code, fix, numbers or {}, list(also), wrong))

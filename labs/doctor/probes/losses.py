@@ -31,7 +31,8 @@ ELEMENTWISE = THROUGH - {"UnsqueezeBackward0"} | frozenset(
     "ExpBackward0 LogBackward0 Log1PBackward0 ClampBackward0 ClampBackward1 ClampMinBackward0 WhereBackward0 "
     "ReluBackward0 MeanBackward0 SumBackward0 ExpandBackward0 MseLossBackward0 SmoothL1LossBackward0 "
     "HuberLossBackward0 SoftplusBackward0 LogSigmoidBackward0 CoshBackward0 SoftMarginLossBackward0 KlDivBackward0 "
-    "BinaryCrossEntropyBackward0 BinaryCrossEntropyWithLogitsBackward0 XlogyBackward0".split()
+    "BinaryCrossEntropyBackward0 BinaryCrossEntropyWithLogitsBackward0 XlogyBackward0 SumBackward1 MeanBackward1 "
+    "MinimumBackward0 MaximumBackward0 TanhBackward0 SigmoidBackward0".split()
 )
 REDUCING = frozenset(
     "NllLossBackward0 NllLoss2DBackward0 MseLossBackward0 SmoothL1LossBackward0 HuberLossBackward0 KlDivBackward0 "
@@ -44,6 +45,8 @@ LOSSES = (
 ).split()
 UNEQUAL, FEWEST = 1.25, 3
 """Ratio of the largest and smallest weight of a token in a step; steps that must show it."""
+EPISODES = re.compile(r"\b(episodes?|rewards?|rollouts?|advantages?)\b", re.I)
+"""Words of reinforcement learning, where each episode's mean counts the same on purpose."""
 SIZES = re.compile(r"target size \(torch.Size\(\[([\d, ]*)\]\)\).*input size \(torch.Size\(\[([\d, ]*)\]\)\)")
 SERIOUS = {
     "an autograd kernel was not registered": "No gradient flows back through this collective: use "
@@ -71,7 +74,10 @@ class Losses:
         self.suspects = 0
         self.undo: ExitStack | None = None
         self.shapes: list[dict[str, Any]] = []
-        self.window: list[tuple[tuple[str, int], dict[tuple, tuple[float, float]]]] = []
+        self.squares: dict[tuple[int, ...], tuple[Any, Any, tuple[str, int]]] = {}
+        """By shape: what was broadcast to it in the watched step by arithmetic without gradients, and where."""
+        self.window: list[tuple[tuple, dict[tuple, tuple[float, float]]]] = []
+        """Of this step: line of backward and the parameter nearest to the loss, and weights by path in the graph."""
         self.ratios: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
         """By line of backward: of each step ratio of the weights, fewest and most terms."""
 
@@ -88,27 +94,27 @@ class Losses:
             with self.scene.torch.no_grad():
                 weights = dict(self._weights(node, 1.0, (), DEEPEST))
             if weights and len(self.window) < 256:
-                self.window.append((self.scene.line(), weights))
+                self.window.append(((*self.scene.line(), _nearest(node)), weights))
 
-    def before_step(self, optimizer: Any, number: int) -> None:
+    def before_step(self, optimizer: Any, step: int) -> None:
         """Compare the micro-batches of this step."""
-        by_line: dict[tuple[str, int], list[dict[tuple, tuple[float, float]]]] = {}
-        for line, weights in self.window:
-            by_line.setdefault(line, []).append(weights)
+        by_line: dict[tuple, list[dict[tuple, tuple[float, float]]]] = {}
+        for key, weights in self.window:
+            by_line.setdefault(key, []).append(weights)
         self.window = []
-        for line, of in by_line.items():
+        for (file, number, _), of in by_line.items():
             for path in of[0]:
                 seen = [w[path] for w in of if path in w]
                 if len(seen) > 1:
                     each, terms = zip(*seen, strict=True)
                     ratio = max(each) / min(each)
-                    self.ratios.setdefault(line, []).append((ratio, min(terms), max(terms)))
+                    self.ratios.setdefault((file, number), []).append((ratio, min(terms), max(terms)))
 
     def after_step(self, optimizer: Any, number: int) -> None:
         """Watch the next step's arithmetic if this one's graph is suspicious, to find the line."""
         if self.undo is not None:
             self.undo.close()
-            self.undo = None
+            self.undo, self.squares = None, {}
         elif self.suspects and not self.shapes and looks_at(self.scene.step + 1) and not _compat.compiled_graphs():
             self._watch()
         self.suspects = 0
@@ -152,6 +158,13 @@ class Losses:
         for other in tensors[1:]:
             a, b = (tuple(t.shape) for t in (tensors[0], other))
             one = tensors[0].requires_grad != other.requires_grad
+            with_grad, without = (a, b) if tensors[0].requires_grad else (b, a)
+            if (one or loss) and without in self.squares and math.prod(with_grad) ** 2 == math.prod(without):
+                first, second, place = self.squares[without]
+                self._note(first, second, "this line", place)
+            if pairs(a, b) and len(a) != len(b) and not (one or loss):
+                square = tuple(self.scene.torch.broadcast_shapes(a, b))
+                self.squares.setdefault(square, (a, b, self.scene.line(frame)))
             if not pairs(a, b) or not (one or loss) or (len(a) == len(b) and not (loss and reduction != "none")):
                 continue
             place = self.scene.line(frame)
@@ -163,7 +176,7 @@ class Losses:
         title += f"{math.prod(b)} pairs" if len(a) < 3 and len(b) < 3 else "several targets"
         fix = "Give both the same shape: squeeze(-1) on the longer one or unsqueeze(-1) on the other"
         row = found("shapes", title, place, fix, {"shapes": [list(a), list(b)]})
-        meant = re.search(r"unsqueeze|\bNone\b", row["source line"])  # pairs on purpose
+        meant = re.search(r"unsqueeze|\bNone\b", row["code"])  # pairs on purpose
         if not meant and row["file"] and all((row["file"], row["line"]) != (r["file"], r["line"]) for r in self.shapes):
             self.shapes.append(row)
 
@@ -213,26 +226,42 @@ class Losses:
     def _terms_of(self, node: Any, name: str) -> float:
         if not name.startswith("NllLoss"):
             return _terms(tuple(node._saved_self.shape))
-        ignored = node._saved_ignore_index
-        return float((node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)).sum())
+        ignored, target = node._saved_ignore_index, node._saved_target
+        terms = float((target != (ignored - 2**64 if ignored >= 2**63 else ignored)).sum())
+        return terms / math.prod(target.shape[1:]) if target.dim() > 1 else terms  # of pictures, not of their pixels
 
     # Findings
 
     def findings(self) -> list[dict[str, Any]]:
         """Return both kinds."""
         out = list(self.shapes)
-        for place, steps in self.ratios.items():
+        for place, steps in self.ratios.items() if not EPISODES.search(self.scene.text()) else ():
             unequal = [(low, high) for ratio, low, high in steps if ratio >= UNEQUAL]
             if len(unequal) < FEWEST or 2 * len(unequal) < len(steps):
                 continue
             low, high = min(n for n, _ in unequal), max(n for _, n in unequal)
             ratio = statistics.median(r for r, _, _ in steps)
-            title = f"Micro-batches with {low:.0f} to {high:.0f} trained terms count the same in a step: a term of the "
-            title += f"smallest weighs {ratio:.2g} times one of the largest (median)"
+            which = f"with {low:.0f} to {high:.0f} trained terms" if low < high else "that are masked differently"
+            title = f"Micro-batches {which} count the same in a step: a term of the smallest weighs {ratio:.2g} times "
+            title += "one of the largest (median)"
             fix = "Sum the losses (reduction='sum') and divide once by the number of terms in the whole step"
             numbers = {"fewest terms": low, "most terms": high, "median ratio": ratio, "steps": len(steps)}
             out.append(found("accumulation", title, place, fix, numbers))
         return out
+
+
+def _nearest(node: Any) -> int:
+    """Return the id of the first parameter on the way back from a loss: another head is another task."""
+    level = [node]
+    for _ in range(MOST_NODES):
+        if not level:
+            break
+        here = level.pop(0)
+        for child, _ in here.next_functions:
+            if hasattr(child, "variable"):
+                return id(child.variable)
+            level += [child] if child is not None else []
+    return 0
 
 
 def _terms(shape: tuple[int, ...]) -> float:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from labs.doctor.probes.data import Data
 from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, some
 from labs.kit import _compat
@@ -17,7 +18,10 @@ SAME = 1e-6
 """Relative difference of sums up to which weights are the same: where ranks exchange, they are so bit by bit."""
 LARGE = 1024
 """Elements: less is a metric, not weights or gradients."""
-EXCHANGES = "all_reduce broadcast all_gather all_gather_into_tensor reduce reduce_scatter reduce_scatter_tensor".split()
+EXCHANGES = (
+    "all_reduce broadcast all_gather all_gather_into_tensor reduce reduce_scatter reduce_scatter_tensor all_to_all "
+    "all_to_all_single"
+).split()
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
 OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
 """Words in a script that exchanges in ways of its own."""
@@ -28,22 +32,30 @@ BIG = 0.25
 class Replicas:
     """Digest the weights that are meant to be the same on all ranks."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
+    def __init__(self, scene: Scene, data: Data) -> None:
+        self.scene, self.data = scene, data
         self.ddp: list[weakref.ref] = []
         self.digests: dict[str, list[list[float]]] = {}
+        """By step: sums of each parameter of the DDP models, or of all."""
+        self.outer: dict[str, list[list[float]]] = {}
+        """Sums of each parameter that is trained outside of them."""
         self.shapes: list[list[int]] = []
         self.bypass: tuple[str, int] | None = None
         self.forward_at = self.backward_at = self.exchange_at = ("", 0)
         self.backwards = self.synced = self.through_ddp = 0
         self.large = self.weights = self.point_to_point = self.any = False
         self.reduced: set[int] = set()
+        self.grad_at = ("", 0)
+        """Where the gradients of a wrapped model come from torch.autograd.grad, which no hook of DDP sees."""
+        self.outside = ("", ("", 0))
+        """Name and line of the first module or parameter that is trained outside DDP."""
         self.fsdp = False
         self.rank, self.group = 0, [0]
 
     def install(self) -> None:
         """See which models are wrapped, and what the script itself sends."""
         dist = self.scene.torch.distributed
+        self.scene.replace(self.scene.torch.autograd, "grad", self._grading)
         self.scene.replace(self.scene.torch.nn.parallel.DistributedDataParallel, "__init__", self._wrapping)
         if dist.is_available():
             for name in (*EXCHANGES, *POINT_TO_POINT):
@@ -56,6 +68,16 @@ class Replicas:
             self.ddp.append(weakref.ref(ddp))
 
         return init
+
+    def _grading(self, original: Any) -> Any:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.ddp and not self.grad_at[0] and not self.scene.away():
+                given = {id(i) for i in (inputs if isinstance(inputs, list | tuple) else [inputs])}
+                if any(id(p) in given for m in self.wrapped() for p in m.parameters()):
+                    self.grad_at = self.scene.line()
+            return original(outputs, inputs, *args, **kwargs)
+
+        return grad
 
     def _sending(self, original: Any) -> Any:
         name = original.__name__
@@ -109,27 +131,35 @@ class Replicas:
         """Take the sums."""
         if self.scene.step not in AT or not _ranks(self.scene.torch):
             return
-        parameters = self._compared()
+        inside, outside = self._compared()
         torch = self.scene.torch
-        with torch.no_grad():
-            parts = [some(p).double() for p in parameters]
-            sums = [torch.stack([x.sum(), x.abs().sum()]).cpu() for x in parts]
-        self.digests[str(self.scene.step)] = [s.tolist() for s in sums]
-        self.shapes = [list(p.shape) for p in parameters]
+        for parameters, digests in ((inside, self.digests), (outside, self.outer)):
+            with torch.no_grad():
+                parts = [some(p).double() for p in parameters]
+                sums = [torch.stack([x.sum(), x.abs().sum()]).cpu() for x in parts]
+            digests |= {str(self.scene.step): [s.tolist() for s in sums]} if sums else {}
+        self.shapes = [list(p.shape) for p in inside]
+        if outside and not self.outside[0]:
+            self.outside = self.scene.maker_of(outside[0])
         wrapped, dist = self.wrapped(), torch.distributed
         self.rank = dist.get_rank()  # now: a script leaves its group before it ends
         self.group = [*range(dist.get_world_size())]
         if wrapped:
             self.group = dist.get_process_group_ranks(wrapped[0].process_group)
 
-    def _compared(self) -> list[Any]:
-        out = []
+    def _compared(self) -> tuple[list[Any], list[Any]]:
+        """Return the parameters of DDP models, or all, and those that are trained outside of them."""
+        inside: dict[int, Any] = {}
+        ignored: set[int] = set()
         for m in self.wrapped():
-            ignored = getattr(m, "parameters_to_ignore", ())
-            out += [p for name, p in m.module.named_parameters() if name not in ignored]
-        out = out or self.scene.parameters()
-        self.fsdp = self.fsdp or any(hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in out)
-        return [p for p in out if not p.is_sparse]
+            names = getattr(m, "parameters_to_ignore", ())
+            ignored |= {id(p) for name, p in m.module.named_parameters() if name in names}
+            inside |= {id(p): p for p in m.module.parameters() if id(p) not in ignored}
+        others = [p for p in self.scene.parameters() if id(p) not in inside.keys() | ignored and p.requires_grad]
+        both = [list(inside.values()), others] if inside else [others, []]
+        every = [p for of in both for p in of]
+        self.fsdp = self.fsdp or any(hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in every)
+        return tuple([p for p in of if not p.is_sparse] for of in both)
 
     def findings(self) -> list[dict[str, Any]]:
         """Return what this rank knows; `compare` decides."""
@@ -146,6 +176,11 @@ class Replicas:
             "ddp": bool(wrapped),
             "digests": self.digests,
             "shapes": self.shapes,
+            "outer": self.outer,
+            "outside": self.outside,
+            "grad at": self.grad_at,
+            "large": others,
+            "shared": self.data.shared_out(),
             "bypass": self.bypass,
             "through": self.through_ddp,
             "places": [self.forward_at, self.backward_at, self.exchange_at],
@@ -176,7 +211,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     apart = {number: _apart([row["digests"].get(number) for row in rows]) for number in rows[0]["digests"]}
     later = [n for n in apart if n != "0" and apart[n] and apart[n][0]]
     if not later or apart.get("0") is None:
-        return []
+        return _outside(rows)
     different, of, most = apart[later[-1]][0], len(rows[0]["shapes"]), max(apart[n][1] for n in later)
     numbers = {"tensors that differ": different, "tensors": of, "after step": int(later[-1]), "relative": most}
     seen = f"{different} of {of} parameter tensors differ between ranks after step {later[-1]}"
@@ -190,7 +225,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
                 "Broadcast the weights from rank 0 before the first step" if start_differs else "Average before step()"
             )
             return [found("replicas", title, exchange_at, fix, numbers)]
-        if first["reduced"] or start_differs or not first["cooperate"]:
+        if first["reduced"] or not (first["cooperate"] and (first["shared"] or not start_differs)):
             return []
         title = f"The ranks train different models, because they exchange no gradients: {seen}"
         return [found("replicas", title, forward_at, "Wrap the model: model = DistributedDataParallel(model)", numbers)]
@@ -198,6 +233,10 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
         title = "The ranks train different models: this line calls the module inside DistributedDataParallel, so no "
         fix = "Call the DistributedDataParallel model itself: its forward() prepares the exchange of gradients"
         return [found("replicas", f"{title}gradients are exchanged ({seen})", tuple(first["bypass"]), fix, numbers)]
+    if first["grad at"][0]:
+        title = f"The ranks train different models: DDP doesn't exchange what torch.autograd.grad returns ({seen})"
+        fix = "Call loss.backward(), which fires DDP's hooks, and read p.grad"
+        return [found("replicas", title, tuple(first["grad at"]), fix, numbers)]
     if first["unsynced"]:
         if first["averages"]:
             return []
@@ -212,6 +251,22 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     fix = "Call the wrapped model in each forward pass, not a method of model.module, and step alike on all ranks"
     place = forward_at if first["through"] else backward_at
     return [found("replicas", title, place, fix, numbers)]
+
+
+def _outside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a finding if what is trained outside DDP is the same on all ranks at first, and not later."""
+    first, steps = rows[0], list(rows[0]["outer"])
+    if not first["ddp"] or len(steps) < 2 or any(row["large"] or list(row["outer"]) != steps for row in rows):
+        return []
+    apart = [_apart([row["outer"][n] for row in rows]) for n in steps]
+    if apart[0] is None or apart[0][0] or not apart[-1] or not apart[-1][0]:
+        return []
+    name, place = first["outside"]
+    title = f"The ranks train different models: {name or 'what'} is trained outside DistributedDataParallel, so no "
+    title += f"gradients are exchanged ({apart[-1][0]} of its tensors differ between ranks after step {steps[-1]})"
+    fix = "Make it part of the module that DistributedDataParallel wraps, or wrap it as well"
+    where = tuple(place) if place[0] else tuple(first["places"][0])
+    return [found("replicas", title, where, fix, {"tensors that differ": apart[-1][0], "relative": apart[-1][1]})]
 
 
 def _apart(digests: list[list[list[float]] | None]) -> tuple[int, float] | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import gc
 import re
-import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import WARM_UP, Scene, assignments, function_text, looks_at, name_in, parsed
+from labs.doctor.probes.scene import WARM_UP, Scene, assigned, assignments, function_text, looks_at, name_in, parsed
 from labs.doctor.probes.schedules import Schedules, optimizer_of
 
 NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
@@ -89,7 +88,9 @@ class Saving:
         for frame in self.scene.frames():
             file, variables = frame.f_code.co_filename, dict(frame.f_locals)
             self.scheduler_names |= {n for n, v in variables.items() if hasattr(v, "last_epoch") and hasattr(v, "step")}
-            for name, value in self._held(variables):
+            for name, value in self.scene.objects(variables.items(), most=MOST_HELD):
+                if not _holds_tensors(value, torch):
+                    continue
                 key = id(value), name
                 seen[key] = self.seen.get(key, number)
                 of = self._record(value)
@@ -97,42 +98,16 @@ class Saving:
                 if since < (self.scene.step if of else number) and not (of and of["used"]):
                     pointers = _pointers(value.values() if isinstance(value, dict) else value, torch)
                     if pointers & live and (NAMED.search(name) or _restored(file, name)):
-                        self._alias(f"`{name}`", of["at"] if of else _assigned(file, name), since)
+                        self._alias(f"`{name}`", of["at"] if of else assigned(file, name), since)
             self._same_model(variables, file)
         self.seen = seen
-
-    def _held(self, variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield dicts and lists of tensors, by name, in variables and in what they hold."""
-        torch, level, seen = self.scene.torch, list(variables.items()), set()
-        for _ in range(3):
-            following: list[tuple[str, Any]] = []
-            for name, value in level:
-                if id(value) in seen or name.startswith("__"):
-                    continue
-                seen.add(id(value))
-                if isinstance(value, dict | list | tuple) and 0 < len(value) < MOST_HELD:
-                    pairs = list(value.items()) if isinstance(value, dict) else [(name, v) for v in value]
-                    if any(isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter) for _, v in pairs):
-                        yield name, value
-                    else:
-                        following += [(f"{name}.{k}" if isinstance(k, str) else name, v) for k, v in pairs[:200]]
-                elif self._is_own(value):
-                    following += [(f"{name}.{k}", v) for k, v in vars(value).items()]
-            level = following
-
-    def _is_own(self, value: Any) -> bool:
-        module = sys.modules.get(type(value).__module__)
-        torch = self.scene.torch
-        skip = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
-        own = hasattr(value, "__dict__") and not isinstance(value, type) and not isinstance(value, skip)
-        return own and self.scene.owns(getattr(module, "__file__", None) or "")
 
     def _same_model(self, variables: dict[str, Any], file: str) -> None:
         module = self.scene.torch.nn.Module
         models = {n: v for n, v in variables.items() if isinstance(v, module) and id(v) in self.scene.roots}
         for name, model in models.items():
             if NAMED.search(name) and any(m is model and not NAMED.search(n) for n, m in models.items()):
-                self._alias(f"`{name}` is the model itself: it", _assigned(file, name), 0)
+                self._alias(f"`{name}` is the model itself: it", assigned(file, name), 0)
 
     def _alias(self, what: str, place: tuple[str, int], since: int) -> None:
         title = f"{what} is no copy: its tensors are the live weights, which every later step changes"
@@ -154,15 +129,48 @@ class Saving:
 
     def _look_into(self, obj: Any) -> None:
         recent = {key for step, key in self.steps if step > self.scene.step - RECENT}
-        of = self.saves.setdefault(self.scene.step, {"kinds": [], "at": self.scene.line(), "optimizers": len(recent)})
+        of = self.saves.setdefault(
+            self.scene.step, {"kinds": [], "at": self.scene.line(), "optimizers": len(recent), "held": []}
+        )
+        first = len(self.saves) <= MOST_SAVES
         for key, value, depth in _inside(obj):
             if (record := self._record(value)) is not None:
                 record["used"] = True
             if (kind := self._kind(key, value, depth)) is not None:
                 of["kinds"].append(kind)
-        if len(self.saves) <= MOST_SAVES:
+            if first and isinstance(value, self.scene.torch.nn.Module):
+                of["held"] += [*value.parameters(), *value.buffers()]
+            elif first and isinstance(value, self.scene.torch.Tensor):
+                of["held"].append(value)
+        if first:
+            of["lacks"] = self._not_held(of["held"], recent)
+            self.scene.keep()
             scalers = [o for o in gc.get_objects() if issubclass(type(o), self.scene.torch.amp.GradScaler)]
             self.scalers = [weakref.ref(s) for s in scalers if s.is_enabled()]
+
+    def _not_held(self, held: list[Any], recent: set[int]) -> list[str]:
+        """Return the names of trained parameters, and statistics of their models, that no saved tensor can be."""
+        torch, scene = self.scene.torch, self.scene
+        optimizers = [o for k in recent if (o := scene.optimizers.get(k)) is not None]
+        trained = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+        trained = {key: p for key, p in trained.items() if p.requires_grad}
+        if any(hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in trained.values()):
+            return []
+        needed, norms = [(scene.name_of(p), p) for p in trained.values()], set()
+        for root in list(scene.roots.values()):
+            for name, module in root.named_modules():
+                statistics = getattr(module, "running_mean", None)
+                if statistics is not None and id(module) not in norms and id(module.weight) in trained:
+                    norms.add(id(module))
+                    needed.append((f"{name}.running_mean".removeprefix("module."), statistics))
+        pointers = _pointers(held, torch)
+        rest = Counter(tuple(t.shape) for t in held)
+        missing = []
+        for name, tensor in needed:
+            rest[tuple(tensor.shape)] -= 1
+            if not _pointers([tensor], torch) <= pointers:
+                missing.append((name, tuple(tensor.shape)))
+        return [name for name, shape in missing if rest[shape] < 0]  # else one may be a copy of it
 
     def _kind(self, key: Any, value: Any, depth: int) -> str | None:
         torch = self.scene.torch
@@ -186,7 +194,7 @@ class Saving:
         scheduled = [s for s in self._schedulers() if id(optimizer_of(s)) in self.scene.optimizers]
         text = self.scene.text() if self.saves or scheduled else ""
         for of in self.saves.values():
-            kinds = of["kinds"]
+            kinds, names = of["kinds"], of.get("lacks", [])
             lacks = []
             if "optimizer" in kinds:
                 if scheduled and "scheduler" not in kinds and not WINDS_FORWARD.search(text):
@@ -195,8 +203,12 @@ class Saving:
                     lacks.append("the GradScaler")
                 if (fewer := of["optimizers"] - kinds.count("optimizer")) > 0:
                     lacks.append(f"{fewer} of {of['optimizers']} optimizers")
+                elif "model" in kinds and names:
+                    lacks.append(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
             elif "model" in kinds and "step" in kinds and self._resumes(text):
                 lacks.append("the optimizer")
+            elif "model" in kinds and names and all(name.endswith("running_mean") for name in names):
+                lacks.append("batch norm's running statistics")
             if lacks:
                 return [*self.aliases, self._lacking(lacks, of["at"])]
         at = self._unseen_save(text) if scheduled and not self.saves else None
@@ -251,10 +263,11 @@ def _pointers(values: Any, torch: Any) -> set[int]:
     return {v.data_ptr() for v in dense if not hasattr(v, "to_local")} - {0}
 
 
-def _assigned(file: str, name: str) -> tuple[str, int]:
-    """Return the last line that assigns more than a constant to a name; the file's first line if none does."""
-    lines = [n.lineno for n, value in assignments(file, name) if not isinstance(value, ast.Constant)]
-    return file, max(lines, default=1)
+def _holds_tensors(value: Any, torch: Any) -> bool:
+    if not isinstance(value, dict | list | tuple) or len(value) >= MOST_HELD:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter) for v in items)
 
 
 def _restored(file: str, name: str) -> bool:

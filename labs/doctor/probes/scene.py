@@ -46,6 +46,8 @@ class Scene:
         self.roots: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
         """Outermost modules that the script called, by id."""
         self.undo = ExitStack()
+        self.keep: Callable[[], Any] = bool
+        """Call it at what a script may do last, before it drops its objects: it keeps the findings so far."""
         self._own: dict[str, bool] = {}
 
     def away(self) -> bool:
@@ -110,6 +112,38 @@ class Scene:
         """Return the parameters of all optimizers that have stepped, each once."""
         held = [p for o in list(self.optimizers.values()) for g in o.param_groups for p in g["params"]]
         return list({id(p): p for p in held}.values())
+
+    def objects(self, values: Any, deep: int = 3, most: int = 3_000) -> Iterator[tuple[str, Any]]:
+        """Yield variables by name, and what the script's own objects and short containers among them hold."""
+        level, seen = list(values), set()
+        for _ in range(deep):
+            following: list[tuple[str, Any]] = []
+            for name, value in level:
+                if id(value) in seen or name.startswith("__"):
+                    continue
+                seen.add(id(value))
+                yield name, value
+                if isinstance(value, dict | list | tuple) and 0 < len(value) < most:
+                    pairs = list(value.items()) if isinstance(value, dict) else [(name, v) for v in value]
+                    following += [(f"{name}.{k}" if isinstance(k, str) else name, v) for k, v in pairs[:200]]
+                elif self._is_own(value):
+                    following += [(f"{name}.{k}", v) for k, v in vars(value).items()]
+            level = following
+
+    def _is_own(self, value: Any) -> bool:
+        module = sys.modules.get(type(value).__module__)
+        skip = self.torch.nn.Module | self.torch.optim.Optimizer | self.torch.Tensor
+        own = hasattr(value, "__dict__") and not isinstance(value, type) and not isinstance(value, skip)
+        return own and self.owns(getattr(module, "__file__", None) or "")
+
+    def maker_of(self, parameter: Any) -> tuple[str, tuple[str, int]]:
+        """Return the name of the variable that holds a parameter or its module, and the line that assigns it."""
+        for frame in self.frames():
+            for name, value in self.objects(frame.f_locals.items()):
+                module = isinstance(value, self.torch.nn.Module)
+                if value is parameter or (module and any(p is parameter for p in value.parameters())):
+                    return name, assigned(frame.f_code.co_filename, name)
+        return "", ("", 0)
 
     def name_of(self, parameter: Any) -> str:
         """Return a parameter's name in the model that holds it, or its shape."""
@@ -182,6 +216,12 @@ def assignments(file: str, name: str) -> Iterator[tuple[ast.Assign, ast.expr]]:
                 yield node, node.value
 
 
+def assigned(file: str, name: str) -> tuple[str, int]:
+    """Return the last line that assigns more than a constant to a name; the file's first line if none does."""
+    lines = [n.lineno for n, value in assignments(file, name) if not isinstance(value, ast.Constant)]
+    return file, max(lines, default=1)
+
+
 def planned(frames: list[types.FrameType]) -> float | None:
     """Return how many times the innermost frame's line runs by the loops around it; None if they don't say."""
     total = 1.0
@@ -189,74 +229,48 @@ def planned(frames: list[types.FrameType]) -> float | None:
         for loop in around(frame.f_code.co_filename, frame.f_lineno, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
             if isinstance(loop, ast.FunctionDef | ast.Lambda):
                 break
-            if loop.lineno == frame.f_lineno and not isinstance(loop, ast.While):
-                continue  # the frame stands in the loop's head
-            rounds = _while(loop.test, frame) if isinstance(loop, ast.While) else _rounds(loop.iter, frame)
-            if rounds is None:
-                return None
             if isinstance(loop, ast.While):  # `while step < STEPS` around loops over batches: they leave it
-                return rounds
-            total *= rounds
+                below = isinstance(loop.test, ast.Compare) and isinstance(loop.test.ops[0], ast.Lt | ast.LtE)
+                return _number(_meaning(loop.test.comparators[0], frame)) if below else None
+            if loop.lineno != frame.f_lineno:  # else the frame stands in the loop's head
+                rounds = _rounds(loop.iter, frame)
+                if rounds is None:
+                    return None
+                total *= rounds
     return total
-
-
-def _while(test: ast.expr, frame: types.FrameType) -> float | None:
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Lt | ast.LtE):
-        return _value(test.comparators[0], frame)
-    return None
 
 
 def _rounds(over: ast.expr, frame: types.FrameType) -> float | None:
     """Return how many items a loop takes from an expression."""
-    if not isinstance(over, ast.Call):
-        return _length(over, frame)
-    name = over.func.id if isinstance(over.func, ast.Name) else getattr(over.func, "attr", "")
-    if name in ("range", "trange") and over.args:
-        ends = [_value(a, frame) for a in over.args[:3]]
-        if None in ends:
-            return None
-        ends = [int(e) for e in ends]
-        return float(len(range(*ends))) if len(ends) < 3 or ends[2] else None
-    if name in ("enumerate", "tqdm", "list", "reversed") and over.args:
-        return _rounds(over.args[0], frame)
-    if name == "islice" and len(over.args) == 2:
-        return _value(over.args[1], frame)
+    name, args = (name_in(over.func), over.args) if isinstance(over, ast.Call) else ("", [])
+    if name in ("range", "trange") and args:
+        ends = [_number(_meaning(a, frame)) for a in args[:3]]
+        return None if None in ends or 0 in ends[2:] else float(len(range(*map(int, ends))))
+    if name in ("enumerate", "tqdm", "list", "reversed") and args:
+        return _rounds(args[0], frame)
+    if name == "islice" and len(args) == 2:
+        return _number(_meaning(args[1], frame))
     if name == "zip":
-        known = [r for a in over.args if (r := _rounds(a, frame)) is not None]
-        return min(known, default=None)
-    return None
-
-
-def _length(node: ast.expr, frame: types.FrameType) -> float | None:
+        return min((r for a in args if (r := _rounds(a, frame)) is not None), default=None)
     try:
-        return float(len(_object(node, frame)))
-    except (TypeError, LookupError, AttributeError, NotImplementedError):
+        return float(len(_meaning(over, frame)))
+    except (TypeError, NotImplementedError):
         return None
 
 
-def _value(node: ast.expr, frame: types.FrameType) -> float | None:
-    """Return the number that constants, names, attributes, len() and arithmetic give; None for anything else."""
+PLAIN = ast.Name | ast.Attribute | ast.Constant | ast.BinOp | ast.operator | ast.expr_context
+
+
+def _meaning(node: ast.expr, frame: types.FrameType) -> Any:
+    """Return what names, attributes, constants, arithmetic and len() mean in a frame; None for anything else."""
+    for part in ast.walk(node):
+        if not isinstance(part, PLAIN) and not (isinstance(part, ast.Call) and ast.unparse(part.func) == "len"):
+            return None
     try:
-        if isinstance(node, ast.BinOp):
-            left, right = _value(node.left, frame), _value(node.right, frame)
-            signs = {ast.Add: "__add__", ast.Sub: "__sub__", ast.Mult: "__mul__", ast.FloorDiv: "__floordiv__"}
-            sign = signs.get(type(node.op))
-            return None if None in (left, right) or sign is None else getattr(left, sign)(right)
-        if isinstance(node, ast.Call):
-            is_len = isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1
-            return _length(node.args[0], frame) if is_len else None
-        found = node.value if isinstance(node, ast.Constant) else _object(node, frame)
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
-    except (LookupError, AttributeError, ZeroDivisionError):
+        return eval(compile(ast.Expression(node), "", "eval"), frame.f_globals, dict(frame.f_locals))
+    except Exception:
         return None
 
 
-def _object(node: ast.expr, frame: types.FrameType) -> Any:
-    """Return what a name or a plain attribute means in a frame. LookupError or AttributeError if nothing."""
-    if isinstance(node, ast.Name):
-        return frame.f_locals[node.id] if node.id in frame.f_locals else frame.f_globals[node.id]
-    if isinstance(node, ast.Attribute):
-        owner = _object(node.value, frame)
-        held = getattr(owner, "__dict__", {})
-        return held[node.attr] if node.attr in held else getattr(type(owner), node.attr)
-    raise LookupError
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 from labs.doctor.probes.data import Data
@@ -14,6 +17,10 @@ from labs.kit import _compat
 
 SAYS_SO = re.compile(r"(?<![a-z])(val|valid|validate|validation|eval|evaluate|evaluation|x_test|test_x)(?![a-z])", re.I)
 ON_PURPOSE = re.compile(r"mc_?drop|monte|uncertain|dropout|update_bn|recalibrat", re.I)
+DROPOUTS = dict.fromkeys("dropout dropout1d dropout2d dropout3d alpha_dropout".split(), "input p training inplace") | {
+    "scaled_dot_product_attention": "query key value attn_mask dropout_p"
+}
+"""Functions that drop values whatever the mode of the model is, with their arguments."""
 STUCK = 3
 """Training steps in eval mode after an evaluation."""
 LEAST_PADDED = 1e-3
@@ -29,7 +36,6 @@ class Validation:
         self.by_name: dict[tuple[str, int], int] = {}
         """Calls that the script's own words say to be validation, in train mode, by line."""
         self.pending: list[tuple[int, bool]] = []
-        self.trained_in: list[bool] = []
         self.was_training = self.evaluated = False
         self.stuck = 0
         self.eval_at = ("", 0)
@@ -37,12 +43,18 @@ class Validation:
         self.known = 0
         """Optimizers with which `kinds` was made."""
         self.padded: dict[str, Any] | None = None
+        self.watching: ExitStack | None = None
+        """Open while functional dropouts are watched, in the first calls in eval mode."""
+        self.dropping: dict[tuple[str, int], int] = {}
+        """Calls of a functional dropout while a model in eval mode computed without gradients, by line."""
 
     def install(self) -> None:
         """Note which line calls eval(), and what the script sums up over the ranks."""
         self.scene.replace(self.scene.torch.nn.Module, "eval", self._evaluating)
         if self.scene.torch.distributed.is_available():
             self.scene.replace(self.scene.torch.distributed, "all_reduce", self._summing)
+            for name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
+                self.scene.replace(self.scene.torch.distributed, name, self._gathering)
 
     def _evaluating(self, original: Any) -> Any:
         def evaluate(module: Any) -> Any:
@@ -51,6 +63,28 @@ class Validation:
             return original(module)
 
         return evaluate
+
+    def _watch_dropouts(self) -> None:
+        functional, self.watching = self.scene.torch.nn.functional, ExitStack()
+        for name, names in DROPOUTS.items():
+            original = getattr(functional, name)
+            setattr(functional, name, self._dropout(original, names.split()))
+            self.watching.callback(setattr, functional, name, original)
+
+    def _dropout(self, original: Any, names: list[str]) -> Any:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            owner, place = frame.f_locals.get("self"), (frame.f_code.co_filename, frame.f_lineno)
+            if self.scene.owns(place[0]) and getattr(owner, "training", True) is False and not self.scene.away():
+                given = {"training": True} | dict(zip(names, args, strict=False)) | kwargs
+                if given["training"] and given.get("dropout_p", given.get("p", 0.5 * ("p" in names))):
+                    self.dropping[place] = self.dropping.get(place, 0) + 1
+                    if self.dropping[place] == 1:
+                        self.scene.keep()
+            return original(*args, **kwargs)
+
+        return call
 
     def _of(self, module: Any) -> tuple[bool, list[Any]]:
         """Return whether an optimizer trains a module, and its parts that depend on the mode."""
@@ -75,8 +109,13 @@ class Validation:
         of["grad" if training else "no grad"] += 1
         of["active"] += active
         if training:
+            if self.watching is not None:
+                self.watching.close()
+                self.watching = None if len(self.dropping) == 0 and self.scene.step < 1000 else self.watching
             self.pending.append((number, active or not parts))
             return
+        if not module.training and self.watching is None and not _compat.compiled_graphs():
+            self._watch_dropouts()
         self.evaluated = self.evaluated or not module.training
         if active and SAYS_SO.search(self._words(place)) and not ON_PURPOSE.search(function_text(*place)):
             self.by_name[place] = self.by_name.get(place, 0) + 1
@@ -103,14 +142,8 @@ class Validation:
     def _summing(self, original: Any) -> Any:
         def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             work = original(tensor, *args, **kwargs)
-            if (
-                self.scene.step
-                and not self.scene.away()
-                and tensor.numel() <= 16
-                and work is None
-                and self.padded is None
-            ):
-                self._look_at_sum(tensor.flatten().tolist())
+            if work is None and self.scene.step and self.padded is None and not self.scene.away():
+                self._look_at_sum(tensor.flatten().tolist() if tensor.numel() <= 16 else [])
             return work
 
         return all_reduce
@@ -119,14 +152,35 @@ class Validation:
         of = self.data.loaders.get(self.data.current_batch())
         loader = of["loader"]() if of else None
         sampler = getattr(loader, "sampler", None)
-        if type(sampler).__name__ != "DistributedSampler" or of["training"] or of["n"] < len(loader):
+        if sampler is None or of["training"] or not hasattr(sampler, "__len__") or of["n"] < len(loader):
             return
-        size, padded = len(loader.dataset), sampler.total_size
-        place = self.scene.line()
+        size, place, code = len(loader.dataset), self.scene.line(), getattr(type(sampler).__iter__, "__code__", None)
+        if type(sampler).__name__ == "DistributedSampler":
+            padded = sampler.total_size
+        elif code is not None and self.scene.owns(code.co_filename) and len(sampler) < size:
+            padded = len(sampler) * self.scene.torch.distributed.get_world_size()
+            values, place = values if len(values) > 1 else [], (code.co_filename, code.co_firstlineno)
+        else:
+            return
         counted = any(abs(v - padded) < 0.5 for v in values)
         mean = len(values) == 1 and not re.search(r"\[:|mask|valid_|unique", function_text(*place))
         if padded - size > LEAST_PADDED * size and (counted or mean):
-            self.padded = {"at": place, "samples": size, "counted": padded}
+            self.padded = {"at": place, "samples": size, "counted": padded, "by": type(sampler).__name__}
+            self.scene.keep()
+
+    def _gathering(self, original: Any) -> Any:
+        def gather(to: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(to, given, *args, **kwargs)
+            if self.scene.step and not self.scene.away() and self.padded is None and hasattr(given, "__len__"):
+                of = self.data.loaders.get(self.data.current_batch())
+                sampler = getattr(of["loader"]() if of else None, "sampler", None)
+                if getattr(given, "shape", True) and len(given) == getattr(sampler, "num_samples", -1):
+                    texts = [function_text(f.f_code.co_filename, f.f_lineno) for f in self.scene.frames()]
+                    if not any(re.search(r"\[:|mask|unique|set\(", text) for text in texts):
+                        self._look_at_sum([sampler.total_size] if hasattr(sampler, "total_size") else [])
+            return work
+
+        return gather
 
     # Findings
 
@@ -139,44 +193,41 @@ class Validation:
             source = loader["loader"]() if loader else None
             if source is None or of["backward"] or calls < 2 or self.data.training(source):
                 continue
-            if ON_PURPOSE.search(function_text(*of["at"])) or not any(
-                o["training"] for o in self.data.loaders.values()
+            if not any(o["training"] for o in self.data.loaders.values()) or ON_PURPOSE.search(
+                function_text(*of["at"])
             ):
                 continue
             if of["active"] == calls:
                 out.append(self._wrong_mode(of["at"], calls))
-            if of["grad"] == calls and loader["n"] > calls - 1 and self._is_over(number):
-                title = (
-                    f"Validation keeps a graph for gradients: {calls} calls of the model in a row without backward()"
-                )
-                out.append(
-                    found(
-                        "validation", title, of["at"], "Validate under torch.no_grad()", {"calls": calls}, wrong=False
-                    )
-                )
+            if of["grad"] == calls and loader["n"] > calls - 1 and self.data.current_batch() != number:
+                title = f"Validation keeps a graph for gradients: {calls} calls of the model in a row, no backward()"
+                fix, numbers = "Validate under torch.no_grad()", {"calls": calls}
+                out.append(found("validation", title, of["at"], fix, numbers, wrong=False))
         out += [self._wrong_mode(place, calls) for place, calls in self.by_name.items()]
+        for place, calls in self.dropping.items():
+            purpose = ON_PURPOSE.search(function_text(*place).replace("dropout", ""))
+            if purpose or re.search(r"training\s*=\s*True", linecache.getline(*place)):
+                continue
+            title = f"Validation isn't deterministic: this line drops values in eval mode as well ({calls} calls)"
+            fix = "Give it training=self.training, or for attention dropout_p=self.p if self.training else 0.0"
+            out.append(found("validation", title, place, fix, {"calls": calls}))
         if self.stuck >= STUCK:
             title = "Training goes on in eval mode after validation: dropout is off and batch norm keeps its statistics"
-            out.append(
-                found("validation", title, self.eval_at, "Call model.train() after validation", {"steps": self.stuck})
-            )
+            fix = "Call model.train() after validation"
+            out.append(found("validation", title, self.eval_at, fix, {"steps": self.stuck}))
         if self.padded:
             of = self.padded
-            title = f"Validation counts {of['counted']} samples of {of['samples']}: DistributedSampler repeats some "
-            title += "to give all ranks as many"
+            title = f"Validation counts {of['counted']} samples of {of['samples']}: {of['by']} repeats some for equal "
+            title += "shares"
             fix = "Share the samples out without repeats, or drop the repeated ones before they are counted"
             numbers = {"samples": of["samples"], "counted": of["counted"]}
             out.append(found("validation", title, of["at"], fix, numbers))
         return list({(row["file"], row["line"], row["fix"]): row for row in out}.values())
 
-    def _is_over(self, number: int) -> bool:
-        return self.data.current_batch() != number
-
     def _wrong_mode(self, place: tuple[str, int], calls: int) -> dict[str, Any]:
         title = f"Validation runs in train mode ({calls} calls): dropout is on, or batch norm learns from each batch"
-        return found(
-            "validation", title, place, "Call model.eval() before it and model.train() after it", {"calls": calls}
-        )
+        fix = "Call model.eval() before it and model.train() after it"
+        return found("validation", title, place, fix, {"calls": calls})
 
 
 def _depends_on_mode(module: Any) -> bool:
