@@ -32,6 +32,7 @@ from labs.doctor.bottlenecks import (
 )
 from labs.doctor.estimated_gain import part_s, standing
 from labs.doctor.probes import merge
+from labs.doctor.profile import KINDS as SPANS
 from labs.doctor.profile import Profile, not_reached, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate
 
@@ -310,19 +311,38 @@ class Late:
     own_s: float  # Of its step, without waiting for others
     ratio: Estimate  # To the slowest of the others
     gain: Estimate  # If it were as fast as that one
+    by: str
 
 
 def lateness(ranks: Sequence[Profile]) -> Late | None:
-    """By steps without exchange, in which nobody waits; None where there are none, or ranks wait by design."""
-    taken = [] if len(ranks) < 2 or gains.split(ranks) else gains.turns_s(ranks, "no exchange")
-    if not taken:
+    """By steps without exchange, or by the parts of a step in which nobody waits, whichever is less noisy.
+
+    None where ranks wait by design, or neither is known.
+    """
+    if len(ranks) < 2 or gains.split(ranks):
         return None
+    turns = [(max(job), own) for job, own in gains.turns_s(ranks, "no exchange")]
+    found = [_late(ranks, *pair) for pair in ((turns, INTERLEAVED), (_outside_of_waits(ranks), FROM_PARTS)) if pair[0]]
+    return min(found, key=lambda late: late.gain.high / late.gain.low, default=None)
+
+
+def _outside_of_waits(ranks: Sequence[Profile]) -> list[tuple[float, list[float]]]:
+    """By step: seconds of the job, and of each rank outside of backward and exchange. A GPU has its own clock."""
+    if ranks[0].device != "cpu":
+        return []
+    alone = [k for k in SPANS if k not in ("backward", "exchange", "synchronise")]
+    steps = min(len(f.step_s) for f in ranks)
+    own = [[sum(f.spans_s[k][i] for k in alone if f.spans_s.get(k)) for f in ranks] for i in range(steps)]
+    return [(max(f.step_s[i] for f in ranks), own[i]) for i in range(steps)]
+
+
+def _late(ranks: Sequence[Profile], taken: list[tuple[float, list[float]]], by: str) -> Late:
     slow = max(range(len(ranks)), key=lambda r: statistics.median([own[r] for _, own in taken]))
-    both = [(max(job), own[slow], max(s for r, s in enumerate(own) if r != slow)) for job, own in taken]
-    ratios = [a / b for _, a, b in both if b > 0]
+    both = [(job, own[slow], max(s for r, s in enumerate(own) if r != slow)) for job, own in taken]
+    ratios = [a / b for _, a, b in both if b > 0] or [1.0]
     less = [job / (job - min(max(0.0, a - b), 0.99 * job)) for job, a, b in both]
     ratio, gain = (gains.of_ratios(of, gains.looks(ranks)) for of in (ratios, less))
-    return Late(ranks[slow], statistics.median([a for _, a, _ in both]), ratio, gain)
+    return Late(ranks[slow], statistics.median([a for _, a, _ in both]), ratio, gain, by)
 
 
 def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
@@ -332,7 +352,7 @@ def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
         kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
         longer = "what its device computes" if kind == "device" else PARTS[kind]
         words = {"own": ms(late.own_s), "ratio": late.ratio, "longer": longer, "where": _noted(of, kind)}
-        yield _finding(BY_NAME["straggler"], of, ranks, late.gain, INTERLEAVED, **words)
+        yield _finding(BY_NAME["straggler"], of, ranks, late.gain, late.by, **words)
 
 
 def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
