@@ -1,145 +1,149 @@
-"""The claims registry: complete, self-contained, honest about what was not tried."""
+"""The claims: all there, each with a verdict that its records decide, and honest about what was not tested."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-from labs import chapters
-from labs.claims.__main__ import main
-from labs.kit import claims as claims_module
-from labs.kit import docket
-from labs.kit.claims import PAPER, WORDS, Verdict, claims, table, verdict
-from labs.kit.record import Record, Records
+from labs.claims import __main__ as command
+from labs.claims import all_claims
+from labs.kit import claims as registry
+from labs.kit import evidence
+from labs.kit.claims import HOW, PAPER, SIGNS, Verdict, claims, how_decided, judge, recorded_verdict, verdict
+from labs.kit.record import Record, Records, load
 
-NOTEBOOKS = sorted(p.parent.name[2:] for p in Path(chapters.__file__).parent.glob("nb??/claims.py"))
 SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"ranks": 1})])
+COMPUTED = sorted({c.notebook for c in claims() if not c.verdict})
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_judges(monkeypatch):
-    """What a test registers is gone after it; what a notebook's module registers, once, on import, is not."""
+    """Judges registered in a test are gone after it. These tests judge E23 and D13 themselves."""
     for claim in claims():
-        claims_module.judge_of(claim)
-    # E23 and D13 are the claims that these tests judge themselves
-    others = {c: j for c, j in claims_module._judges.items() if c not in ("E23", "D13")}
-    monkeypatch.setattr(claims_module, "_judges", others)
-    forget_verdicts()
-    yield
-    forget_verdicts()  # the next module is told what all judges say
-
-
-def forget_verdicts():
-    """`docket` keeps them for each process."""
-    docket.recorded.cache_clear()
-    docket.recorded_case.cache_clear()
+        registry.judge_of(claim)
+    monkeypatch.setattr(registry, "_judges", {c: j for c, j in registry._judges.items() if c not in ("E23", "D13")})
 
 
 def test_all_167_claims_are_there_and_complete():
     rows = claims()
     assert len(rows) == 167
-    assert {c.id[0] for c in rows} == set(claims_module.articles()) == set("ABCDE")
+    assert {c.id[0] for c in rows} == set(registry.articles()) == set("ABCDE")
     for c in rows:
         assert c.paper in PAPER and c.gpus in (0, 1, 2) and re.fullmatch(r"\d\d", c.notebook), c.id
         assert re.fullmatch(r"\d+(-\d+)?(, \d+(-\d+)?)*", c.lines), c.id
-        for text in (c.claim, c.takeaway):
-            assert len(text) > 15 and re.search(r'[.][")]*$', text), f"{c.id}: a whole sentence, not {text!r}"
-    counts = {word: sum(c.paper == word for c in rows) for word in PAPER}
-    assert counts == {"true": 39, "true with conditions": 59, "outdated": 12, "wrong": 57}
+        assert c.changes, f"{c.id} doesn't say what would change its verdict"
+        assert bool(c.verdict) == bool(c.because) == bool(c.decided), c.id
+        assert not c.verdict or registry.judge_of(c) is None, f"{c.id} has a verdict and a function"
 
 
-def test_every_claim_gets_one_row_and_without_evidence_nothing_counts_as_measured():
-    found = table(gpus=0)
-    assert len(found.rows) == 167 and sum(found.counts.values()) == 167
-    for c, v in found.rows:
-        untried = v.word.startswith("needs") or (v.word == "not tried yet" and c.gpus == 0)
-        assert untried or v.kind in ("published", "modelled", "") or c.verdict, c.id
-        assert v.because
+def test_every_claim_is_decided_by_the_committed_records():
+    for claim in claims():
+        found = recorded_verdict(claim)
+        assert found.word != "not tried yet", f"{claim.id}: {found.because}"
+        assert how_decided(claim, found) in HOW
+        if found.word.startswith("needs"):
+            assert claim.command.startswith(("python ", "make ", "torchrun ")), claim.id
+    table = all_claims()
+    assert len(table) == 167 and set(table["verdict"]) == {*SIGNS, "not tested"} and set(table["how"]) == set(HOW)
 
 
-def test_a_verdict_is_computed_from_the_evidence():
+@pytest.mark.parametrize("notebook", COMPUTED)
+def test_nothing_counts_as_measured_without_a_record(notebook):
+    for claim in claims(notebook):
+        found = judge(claim, (), gpus=0, strict=True)
+        untried = found.word.startswith("needs") or found.word == "not tried yet"
+        assert claim.verdict or untried or found.kind in ("", "modelled", "published"), claim.id
+
+
+def test_a_verdict_is_computed_from_records(own_judges):
     @verdict("E23")
-    def _(evidence):
-        r = evidence.one("step_s", ranks=1)
+    def e23_reads_a_record(records):
+        r = records.one("step_s", ranks=1)
         return Verdict("holds", f"{r.value:g} s per step", r.kind)
 
-    found = table("01", SOME, gpus=0)
-    assert found.verdict("E23") == Verdict("holds", "0.025 s per step", "measured")
-    assert "0.025 s per step" in repr(found) and "0.025 s per step" in found._repr_html_()
-    assert found.counts["holds"] == 1 + sum(c.verdict == "holds" for c, _ in found.rows)
+    claim = registry.by_id("e23")
+    assert judge(claim, SOME) == Verdict("holds", "0.025 s per step", "measured")
+    assert judge(claim, [], gpus=0).word == "not tried yet"
 
 
-def test_a_failing_function_never_breaks_the_notebook_but_breaks_a_test():
-    @verdict("E23")
-    def _(evidence):
-        return Verdict("holds", str(evidence.where("peak_bytes")[0]))
-
-    found = table("01", SOME, gpus=0).verdict("E23")
-    assert found.word == "not tried yet"
+def test_a_failing_function_never_breaks_a_page_but_breaks_a_test(own_judges):
+    verdict("E23")(lambda records: Verdict("holds", str(records.where("peak_bytes")[0])))
+    assert judge(registry.by_id("E23"), SOME, gpus=0).word == "not tried yet"
     with pytest.raises(IndexError):
-        table("01", SOME, gpus=0, strict=True)
+        judge(registry.by_id("E23"), SOME, gpus=0, strict=True)
 
 
-def test_what_was_recorded_elsewhere_does_not_count_as_measured_here():
-    @verdict("E23")
-    def _(evidence):
-        return Verdict("holds", "because")
-
-    def kind(*kinds):
-        return table("01", [Record("a", "b", "s", (1.0,), k) for k in kinds], gpus=0).verdict("E23").kind
-
-    assert [kind("measured"), kind("recorded"), kind(), kind("published")] == ["measured", "recorded", "", ""]
+@pytest.mark.parametrize(
+    ("kind", "found"), [("measured", "measured"), ("recorded", "recorded"), ("published", ""), (None, "")]
+)
+def test_what_was_recorded_elsewhere_is_not_measured_here(own_judges, kind, found):
+    verdict("E23")(lambda records: Verdict("holds", "because"))
+    given = [Record("a", "b", "s", (1.0,), kind)] if kind else []
+    assert judge(registry.by_id("E23"), given, gpus=0).kind == found
 
 
-def test_registration_errors():
+def test_registration_errors(own_judges):
     with pytest.raises(ValueError, match=r"no claim 'Z99'"):
-        verdict("Z99")(lambda evidence: None)
-    verdict("E23")(lambda evidence: None)
+        verdict("Z99")(lambda records: None)
+    verdict("E23")(lambda records: None)
     with pytest.raises(ValueError, match="two verdict functions"):
-        verdict("E23")(lambda evidence: None)
-    stray = lambda evidence: None  # noqa: E731
-    stray.__module__ = "labs.chapters.nb05.claims"
+        verdict("E23")(lambda records: None)
+    stray = lambda records: None  # noqa: E731
+    stray.__module__ = "labs.claims.nb05"
     with pytest.raises(ValueError, match=r"notebook 01, not into nb05"):
         verdict("E23")(stray)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_functions_of_a_notebook_say_not_tried_when_there_is_no_evidence(notebook):
-    for claim, found in table(notebook, (), gpus=0, strict=True).rows:
-        honest = (
-            claim.verdict  # an earlier run decided it
-            or found.word == "not tried yet"
-            or found.word.startswith("needs")
-            or found.kind in ("", "modelled", "published")
-        )
-        assert honest, f"{claim.id}: {found} without a single record"
+@pytest.mark.parametrize(
+    ("right", "wrong", "found", "starts"),
+    [
+        ([True, True], [False, False], "holds", "why"),
+        ([False, False], [True, True], "does not hold", "why"),
+        ([True, False], [False, True], "depends", "why"),
+        ([False, False], [False, False], "depends", "inconclusive in this run: why"),
+        ([True, False], [False, False], "depends", "1 of 2 cases is shown to hold; the rest are inconclusive: why"),
+    ],
+)
+def test_inconclusive_samples_are_not_cases_that_differ(right, wrong, found, starts):
+    assert registry.judged(right, wrong, "why") == Verdict(found, starts)
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """`python -m labs.claims` without another start of Python: (exit code, stdout, stderr)."""
+def test_records_are_kept_in_a_kernel_and_never_of_a_smoke_run(tmp_path, monkeypatch):
+    monkeypatch.setenv(evidence.FOLDER, str(tmp_path))
+    monkeypatch.delenv("COURSE_SMOKE", raising=False)
+    evidence.keep("03", SOME)
+    shell = type("IPython", (), {"get_ipython": staticmethod(lambda: object())})
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    evidence.keep("03", Records([Record("a", "b", "s", (1.0,), config={"smoke": True})]))
+    assert not list(tmp_path.iterdir())
+    evidence.keep("03", SOME)
+    assert [r.metric for r in evidence.kept("03")] == ["step_s"]
 
-    def call(*args: str) -> tuple[int, str, str]:
+
+def test_recorded_files_are_whole():
+    for path in evidence.RECORDED.glob("*.jsonl"):
+        assert all(r.kind != "measured" for r in load(path))
+
+
+def test_the_command_prints_one_and_filters_many(monkeypatch, capsys, tmp_path):
+    def run(*args):
         monkeypatch.setattr(sys, "argv", ["labs.claims", *args])
         try:
-            code = main() or 0
-        except SystemExit as end:
-            code = end.code
+            code = command.main()
+        except SystemExit as e:
+            code = e.code
         return code, *capsys.readouterr()
 
-    return call
-
-
-def test_command_json_notebook_and_bad_input(command, tmp_path):
-    rows = json.loads(command("--json", "--notebook", "06")[1])
-    assert {r["id"] for r in rows} == {c.id for c in claims("06")}
-    assert all(r["verdict"] in WORDS or r["verdict"].startswith("needs") for r in rows)
-    code, _, told = command("--notebook", "77")
-    assert code == 2 and told.count("\n") == 1 and "06" in told
-    (tmp_path / "x.jsonl").write_text("{")
-    code, _, told = command("--evidence", str(tmp_path / "x.jsonl"))
-    assert code == 2 and "line 1" in told and told.count("\n") == 1
+    code, out, _ = run("B46")
+    assert code == 0 and "labs.claims.nb03" in out and "would change it" in out
+    code, out, _ = run("--subject", "memory", "--verdict", "does not hold")
+    ids = re.findall(r"^([A-E]\d\d)  does not hold", out, re.M)
+    assert code == 0 and {registry.by_id(i).subject for i in ids} == {"memory"}
+    assert not re.search(r"^[A-E]\d\d  (?!does not hold)", out, re.M)
+    SOME.save(tmp_path / "some.jsonl")
+    assert "not tried yet" in run("A20", "--evidence", str(tmp_path / "some.jsonl"))[1]
+    for args, said in ((["C99"], "C99"), (["--notebook", "77"], "06"), (["--subject", "memroy"], "memory")):
+        code, out, err = run(*args)
+        assert code == 2 and said in err and out == "" and err.count("\n") == 1

@@ -67,16 +67,9 @@ def test_all_that_a_launch_loads_is_code_behind_its_notebook():
     assert set(done.stdout.split()) - found - empty == set()
 
 
-def test_the_page_of_all_claims_depends_on_all_judges_and_on_their_sheets(tmp_path, monkeypatch):
-    eleven, three = (next((ROOT / "notebooks").glob(f"{n}_*.ipynb")) for n in ("11", "03"))
-    assert {"labs.claims.nb03", "labs.chapters.nb08.claims"} <= fingerprint.modules_behind(eleven)
-    changed = tmp_path / "claims.toml"
-    text = (ROOT / "labs" / "kit" / "claims.toml").read_text("utf-8")
-    changed.write_text(text.replace('changes = "', 'changes = "Not '), encoding="utf-8")
-    before = fingerprint.code_behind(eleven), fingerprint.code_behind(three)
-    monkeypatch.setattr(fingerprint, "DATA", [changed if d.endswith("claims.toml") else d for d in fingerprint.DATA])
-    after = fingerprint.code_behind(eleven), fingerprint.code_behind(three)
-    assert after[0] != before[0] and after[1] == before[1]
+def test_the_notebook_of_all_claims_depends_on_all_verdicts():
+    eleven = next((ROOT / "notebooks").glob("11_*.ipynb"))
+    assert {"labs.claims.nb03", "labs.claims.nb06"} <= fingerprint.modules_behind(eleven)
 
 
 @pytest.fixture

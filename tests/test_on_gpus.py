@@ -6,8 +6,8 @@ from labs.common import models, oracle
 from labs.common.memory import saved_tensors
 from labs.common.models.large_models import bert
 from labs.common.sources import on_gpus
-from labs.kit import docket, evidence
-from labs.kit.claims import SIGNS, by_a_recorded_gpu, judge
+from labs.kit import evidence
+from labs.kit.claims import SIGNS, by_a_recorded_gpu, by_id, judge
 from labs.kit.record import Record, Records
 
 H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+00:00"}
@@ -51,14 +51,14 @@ def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces():
 
 
 def test_what_needs_a_gpu_is_judged_by_a_recorded_one_with_its_name():
-    claim = docket.by_id("B31")
-    without = judge(claim, docket.recorded_evidence("10"), gpus=0)
+    claim = by_id("B31")
+    without = judge(claim, evidence.kept("10", evidence.RECORDED), gpus=0)
     assert without.word == "needs 1 GPU"
     found, records = by_a_recorded_gpu(claim, without)
     assert found.word in SIGNS and found.kind == "recorded" and found.because.startswith("on NVIDIA H200: ")
     assert {r.layout.get("device", "cuda") for r in records} == {"cuda"}
-    decided = judge(docket.by_id("C03"), docket.recorded_evidence("01"), gpus=0)
-    same, none = by_a_recorded_gpu(docket.by_id("C03"), decided)
+    decided = judge(by_id("C03"), evidence.kept("01", evidence.RECORDED), gpus=0)
+    same, none = by_a_recorded_gpu(by_id("C03"), decided)
     assert same == decided and not none  # what is decided stays
 
 

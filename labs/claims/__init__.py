@@ -1,4 +1,31 @@
 """Verdicts on the articles' claims: a module per notebook, with named functions that read the notebook's records.
 
-`python -m labs.claims` prints them all. Some notebooks still have their verdicts in labs/chapters.
+`python -m labs.claims` prints them all, and `all_claims()` returns them as a pandas table.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def all_claims() -> pd.DataFrame:
+    """Return a row per claim, by id: subject, claim, verdict, because, how it was decided, and its notebook."""
+    import pandas as pd
+
+    from labs.kit.claims import claims, how_decided, recorded_verdict
+
+    rows = {}
+    for claim in claims():
+        found = recorded_verdict(claim)
+        rows[claim.id] = {
+            "subject": claim.subject,
+            "claim": claim.claim,
+            "verdict": found.word if not found.word.startswith("needs") else "not tested",
+            "because": found.because,
+            "how": how_decided(claim, found),
+            "notebook": claim.notebook,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("id")

@@ -1,10 +1,8 @@
-"""Evidence for claims: saved when a notebook judges its claims, loaded by notebook 11 and labs.claims.
+"""Records behind claims: saved when a notebook launches its experiments, loaded by labs.claims and notebook 11.
 
-    my/.evidence/03.jsonl                                     this machine's, from running notebook 03
-    records/cpu-2-cores-2026-11/claims/03.jsonl               recorded in the run whose outputs are committed
-    records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU, for claims that need one
-
-A notebook's evidence is the records of its launches. `call_of` says how to repeat a launch.
+my/.evidence/03.jsonl                             this machine's, from running notebook 03
+records/cpu-2-cores-2026-11/claims/03.jsonl       from the run whose outputs are committed
+records/nvidia-h200-2026-11/claims/03.jsonl       recorded on a GPU, for claims that need one
 """
 
 from __future__ import annotations
@@ -14,28 +12,25 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from labs.kit.lab import lab_module
-from labs.kit.record import Record, Records, as_json, load
+from labs.kit.record import Record, Records, load
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "records" / "cpu-2-cores-2026-11" / "claims"
 FOLDER = "COURSE_EVIDENCE"
-"""Environment variable: the folder for notebooks' evidence instead of my/.evidence."""
+"""Environment variable: the folder for notebooks' records instead of my/.evidence."""
 
 
 def own_folder() -> Path:
-    """Return the folder of this machine's evidence."""
+    """Return the folder of this machine's records."""
     return Path(os.environ.get(FOLDER) or ROOT / "my" / ".evidence")
 
 
 def keep(notebook: str, evidence: Records) -> None:
-    """Save the evidence that judged the claims of `notebook` ("03") in a kernel, replacing an earlier run's.
+    """Save what `notebook` ("03") has launched in this kernel, replacing an earlier run's records.
 
-    Saves only full runs that measured something, no smoke runs. If saving fails, the notebook still shows its verdicts.
+    Saves only full runs that measured something, no smoke runs. If saving fails, the notebook goes on.
     """
     if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:
         return
@@ -47,7 +42,7 @@ def keep(notebook: str, evidence: Records) -> None:
 
 
 def kept(notebook: str, folder: Path | None = None) -> Records:
-    """Load the evidence of `notebook` from `folder` (default: this machine's); empty if there is none.
+    """Load the records of `notebook` from `folder` (default: this machine's); empty if there are none.
 
     ValueError names the file, line and field that can't be read.
     """
@@ -56,7 +51,7 @@ def kept(notebook: str, folder: Path | None = None) -> Records:
 
 
 def kept_of_gpus(notebook: str, folder: Path = RECORDED.parents[1]) -> list[Records]:
-    """Load the evidence of `notebook` from each machine with GPUs, sorted by folder."""
+    """Load the records of `notebook` from each machine with GPUs, sorted by folder."""
     places = sorted(p for p in folder.glob("*/claims") if p != RECORDED)
     return [found for place in places if len(found := kept(notebook, place))]
 
@@ -68,34 +63,3 @@ def launches(evidence: Iterable[Record]) -> list[Records]:
         key = json.dumps([r.lab, r.config, r.layout.get("world_size"), r.provenance], sort_keys=True, default=str)
         found.setdefault(key, []).append(r)
     return [Records(run) for run in found.values()]
-
-
-@dataclass(frozen=True)
-class Call:
-    """The call that started a launch. `parameters` holds those that differ from the lab's defaults."""
-
-    lab: str
-    nproc: int
-    oversubscribe: bool
-    parameters: dict[str, Any]
-
-    def __str__(self) -> str:
-        more = {"oversubscribe": True} if self.oversubscribe else {}
-        said = "".join(f", {name}={value!r}" for name, value in (self.parameters | more).items())
-        return f'launch("{self.lab}", nproc={self.nproc}{said})'
-
-
-def call_of(run: Records) -> Call:
-    """Return the call that repeats `run`, the records of one launch. Raises BadInput if its lab no longer exists."""
-    first = run[0]
-    nproc = int(first.layout.get("world_size") or 1)
-    usual = as_json(lab_module(first.lab).Config())
-    unusual = {name: value for name, value in first.config.items() if name in usual and value != usual[name]}
-    return Call(
-        first.lab, nproc, nproc > first.provenance.get("cores", nproc), {k: _tuples(v) for k, v in unusual.items()}
-    )
-
-
-def _tuples(value: Any) -> Any:
-    """Convert lists to tuples: JSON has no tuples, a Config no lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

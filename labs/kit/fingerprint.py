@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DIGITS = 12
 SHEETS = re.compile(r"^(?:changes|command) = .*\n", re.MULTILINE)
-"""Lines of claims.toml that only notebook 11 and labs.claims use."""
+"""Lines of claims.toml that no notebook uses, only `python -m labs.claims`."""
 DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/common/data/SHA256SUMS")  # read by code that cells run
 
 
@@ -51,9 +51,7 @@ def code_behind(path: Path) -> str:
     """Return 12 hex digits of the modules of labs/ that a notebook imports or launches, what they import, and DATA."""
     modules = modules_behind(path)
     texts = [without_comments(_module_file(m).read_text("utf-8")) for m in sorted(modules)]
-    data = [_text((ROOT / name).read_text("utf-8")) for name in DATA]
-    if "labs.kit.docket" not in modules:
-        data = [SHEETS.sub("", text) for text in data]
+    data = [SHEETS.sub("", _text((ROOT / name).read_text("utf-8"))) for name in DATA]
     return _hash([*texts, *data])
 
 
@@ -66,7 +64,7 @@ def modules_behind(path: Path) -> set[str]:
     number = path.name[:2]
     own = {f"labs.chapters.nb{number}.{kind}" for kind in ("exercises", "solutions", "claims", "figures")}
     own |= {f"labs.exercises.nb{number}", f"labs.claims.nb{number}"}
-    if "labs.kit.docket" in source:  # it finds the judges of all notebooks by name
+    if "labs.claims" in source:  # it finds the judges of all notebooks by name
         own |= {f"labs.chapters.{p.parent.name}.claims" for p in (ROOT / "labs" / "chapters").glob("nb??/claims.py")}
         own |= {f"labs.claims.{p.stem}" for p in (ROOT / "labs" / "claims").glob("nb*.py")}
     todo, found = {*_uses(source, ""), *(m for m in own if _module_file(m))}, set()

@@ -1,5 +1,0 @@
-"""python -m labs.fooled"""
-
-from labs.kit import cli
-
-cli.main()
