@@ -195,10 +195,3 @@ def tensors_of_scaler(scaler: Any) -> list[Any]:
     """Return a GradScaler's scale and its count of good steps; an empty list if it is disabled or hasn't been used."""
     found = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
     return [t for t in found if t is not None]
-
-
-def rebuild_reducer(ddp: Any) -> None:
-    """Build DDP's reducer again, since it reads `find_unused_parameters` only when it is built."""
-    parameters, sparse = _find(f"{DDP}._build_params_for_reducer")(ddp)
-    names = _find(f"{DDP}._build_debug_param_to_name_mapping")(ddp, parameters)
-    _find(f"{DDP}._ddp_init_helper")(ddp, parameters, sparse, names, ddp.static_graph)

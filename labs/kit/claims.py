@@ -26,7 +26,7 @@ from labs.kit import nvml
 from labs.kit.errors import did_you_mean, require
 from labs.kit.evidence import RECORDED, keep, kept, kept_of_gpus, launches
 from labs.kit.measure import Estimate, paired_ratio
-from labs.kit.record import KINDS, Record, Records, origin
+from labs.kit.record import KINDS, Record, Records
 
 WORDS = ("holds", "does not hold", "depends", "not tested", "needs N GPUs", "not tried yet")
 SIGNS = ("does not hold", "depends", "holds")
@@ -278,18 +278,6 @@ def within(ratio: Estimate, margin: float = 0.05, null: float = 1.0) -> bool:
 def model_of(run: Records) -> str:
     """Return the model of a launch, without the module of its factory."""
     return str(run[0].config.get("model", "?")).rpartition(":")[2]
-
-
-def only_on(run: Iterable[Record], what: str = "") -> str:
-    """Return " (two models on one CPU; other machines may differ)", to limit a reason that sounds general.
-
-    `what` is what was measured, such as "two models". GPUs are named; the evidence's caption names the CPU.
-    """
-    found = (origin("measured", {**r.provenance, "source": ""}, str(r.layout.get("device") or "")) for r in run)
-    names = dict.fromkeys((facts[1], int(facts[2]) > 0) for facts in found)
-    cpus = sum(not is_gpu for _, is_gpu in names)
-    machines = [name for name, is_gpu in names if is_gpu] + [f"{cpus} CPUs" if cpus > 1 else "one CPU"] * (cpus > 0)
-    return f" ({what + ' ' if what else ''}on {' and '.join(machines)}; other machines may differ)"
 
 
 INCONCLUSIVE = "inconclusive in this run: "

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import html
-import itertools
 import json
 import math
-import re
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 if TYPE_CHECKING:
@@ -30,27 +28,6 @@ def say(text: str, folded: str = "") -> None:
 
     markup = f"<details><summary>{html.escape(folded)}</summary>\n\n{text}\n\n</details>"
     display(Markdown(markup if folded else text))
-
-
-def show_table(table: Any, folded: str = "") -> None:
-    """Show a DataFrame with sentences in its cells: untruncated, wrapped, and with text left-aligned.
-
-    With `folded`, fold it under that line.
-    """
-    import pandas
-    from IPython.display import display
-
-    with pandas.option_context("display.max_colwidth", None):
-        text, markup = table.to_string(), table.to_html(justify="left", border=0)
-    columns = (table.iloc[:, k] for k in range(table.shape[1]))
-    wordy = itertools.cycle([any(re.search("[A-Za-z]{3}", str(v)) for v in column) for column in columns])
-    # Jupyter's style for a row overrides the one that pandas gives the header row.
-    markup = markup.replace("<th>", '<th style="text-align:left">')
-    markup = re.sub("<td>", lambda cell: '<td style="text-align:left">' if next(wordy) else cell[0], markup)
-    markup = re.sub(r">\n\s*", ">", markup)
-    if folded:
-        markup = f"<details><summary>{html.escape(folded)}</summary>{markup}</details>"
-    display({"text/html": markup, "text/plain": text}, raw=True)
 
 
 REFRESH_S = 0.5

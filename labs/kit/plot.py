@@ -444,24 +444,6 @@ def choice_map(
         ax.plot([], [], marker="s", markersize=10, linestyle="", color=color, label=labelled(name, mark))
 
 
-def name_points(ax: Axes, places: dict[str, tuple[float, float]], x: float, step: float = 1.45) -> None:
-    """Write names into a column at `x`, each with a line to its point, at its height or below the previous name.
-
-    For a logarithmic y axis: each name is at most 1/`step` times as high as the previous one.
-    """
-    above = math.inf
-    for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
-        y = above = min(place[1], above / step)
-        ax.annotate(
-            name,
-            place,
-            xytext=(x, y),
-            va="center",
-            fontsize=11,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "relpos": (0, 0.5)},
-        )
-
-
 def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
     """Make x and/or y logarithmic, with plain numbers (1,024 or 0.5) as tick labels at the given places."""
     for axis, ticks, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):

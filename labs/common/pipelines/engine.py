@@ -113,13 +113,6 @@ class Pipeline:
         self.gradients.flush()
         return float(total) if self.last else None
 
-    def message_bytes(self, stage: int, to: int, rows: int) -> int:
-        """Return bytes that `stage` sends to its neighbour `to` in a step of `rows` rows, for any micro-batches."""
-        if not 0 <= to < self.stages:
-            return 0
-        shape, dtype = self.messages[min(stage, to)]
-        return rows * torch.Size(shape).numel() * dtype.itemsize
-
     def _expect(self, m: int, rows: int) -> None:
         """Post a step's first receives, so that no neighbour waits until its message is requested."""
         if not self.first:

@@ -6,7 +6,6 @@ result, a backward needs the next stage's gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -64,16 +63,6 @@ def step_s(stage_s: float, per_micro_batch_s: float, stages: int, micro_batches:
     additional cost per micro-batch: messages, calls, gradient accumulation, smaller and so less efficient products.
     """
     return (micro_batches + stages - 1) * (stage_s / micro_batches + per_micro_batch_s)
-
-
-def best_micro_batches(stage_s: float, per_micro_batch_s: float, stages: int) -> float:
-    """Return the m that minimises `step_s`: sqrt((p-1) stage_s / per_micro_batch_s), where its derivative is zero.
-
-    inf if a micro-batch costs nothing: then more are always better.
-    """
-    if not per_micro_batch_s:
-        return math.inf
-    return ((stages - 1) * stage_s / per_micro_batch_s) ** 0.5
 
 
 def in_flight(actions: Sequence[Action]) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from labs.common.timing.roofline import matmul_work
 from labs.kit import measure
 from labs.kit.hardware import Peak, peak
 
@@ -70,36 +68,6 @@ def matmul_step(dtype: str, n: int, device: torch.device) -> Step:
         torch.mm(a, b, out=out)
 
     return step
-
-
-def matmul_sweep(
-    dtype: str, sizes: tuple[int, ...], config: Any, device: torch.device
-) -> Iterator[tuple[int, list[float]]]:
-    """Yield (n, seconds per product) for each size, until the next one would take longer than config.budget_s."""
-    small = min(sizes[0], 128 if device.type == "cpu" else 1024)
-    rate = matmul_work(small, 4).flop / timed(matmul_step(dtype, small, device), 1, device)[0]
-    try:
-        for n in sizes:
-            if (config.samples + 3) * matmul_work(n, 4).flop / rate > config.budget_s:
-                return
-            seconds = timed(matmul_step(dtype, n, device), config.samples, device)
-            rate = matmul_work(n, 4).flop / statistics.median(seconds)
-            yield n, seconds
-    finally:
-        torch.set_float32_matmul_precision("highest")  # process-wide: the next part needs FP32
-
-
-def convolution_step(device: torch.device, dtype: str = "fp32", images: int = 0) -> tuple[Step, float]:
-    """Return (step, FLOPs) of a 3x3 convolution, 64 to 64 channels on 32x32 images: 8 on a CPU core, 512 on a GPU.
-
-    FLOPs follow the definition. An algorithm that needs fewer (Winograd) shows a higher rate.
-    """
-    images = images or (8 if device.type == "cpu" else 512)
-    torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # on by default: FP32 would silently be TF32
-    shapes = (images, 64, 32, 32), (64, 64, 3, 3)
-    x, weight = (torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes)
-    flop = 2 * images * 64 * 64 * 9 * 32 * 32
-    return lambda: torch.nn.functional.conv2d(x, weight, padding=1), flop
 
 
 def training_step(workload: Workload, batch_size: int, device: torch.device) -> Step:
