@@ -25,7 +25,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from labs.kit.errors import BadInput, require
 from labs.kit.record import Record, provenance_line
@@ -337,44 +336,6 @@ def prediction(ax: Axes, x: Any, guess: Any, label: str = "") -> None:
     points(ax, [x], [float(guess)], kind="prediction", label=label)
 
 
-def heat_map(
-    ax: Axes,
-    values: Sequence[Sequence[float]],
-    *,
-    columns: Sequence[Any],
-    rows: Sequence[Any],
-    kind: str = "measured",
-    form: str = "{:.2f}",
-    center: float | None = None,
-    label: str = "",
-    span: float | None = None,
-) -> None:
-    """Draw a table in colour, shape (rows, columns), with each value in its cell. NaN cells stay white.
-
-    With `center` (for example a ratio of 1), colours diverge from it; otherwise darker is more. To compare maps, give
-    them the same `span`, the distance from the center at which a colour is full.
-    """
-    flat = [v for row in values for v in row if not math.isnan(v)]
-    require(bool(flat), "heat_map() needs at least one number")
-    low, high = min(flat), max(flat)
-    if center is not None:
-        span = span or max(abs(high - center), abs(low - center)) or 1.0
-        low, high = center - span, center + span
-    cmap = "PuOr" if center is not None else "Blues"  # both are safe for colour-blind readers
-    image = ax.imshow(values, cmap=cmap, vmin=low, vmax=high if high > low else low + 1, aspect="auto")
-    image.set_gid(f"kind:{kind}")
-    for i, j, value in ((i, j, v) for i, row in enumerate(values) for j, v in enumerate(row)):
-        if not math.isnan(value):
-            dark = sum(image.cmap(image.norm(value))[:3]) < 1.5
-            ax.text(j, i, form.format(value), ha="center", va="center", color="white" if dark else "black")
-    ax.set_xticks(range(len(columns)), [str(c) for c in columns])
-    ax.set_yticks(range(len(rows)), [str(r) for r in rows])
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-    if label:
-        ax.set_title(labelled(label, mark_of(kind)), fontsize=STYLE["legend.fontsize"], fontweight="normal")
-
-
 def spans(
     ax: Axes,
     row: int,
@@ -410,49 +371,6 @@ def stack(
         drawn = ax.fill_between(x, base, top, color=color, linewidth=0, step="post", label=labelled(label, mark))
         drawn.set_gid(f"kind:{kind}")
         base = top
-
-
-def choice_map(
-    ax: Axes,
-    cells: Sequence[Sequence[str]],
-    *,
-    columns: Sequence[Any],
-    rows: Sequence[Any],
-    colors: Mapping[str, str],
-    kind: str = "modelled",
-    labels: bool = True,
-) -> None:
-    """Draw a table of names, shape (rows, columns), one colour each; `colors` in the order of the legend."""
-    from matplotlib.colors import ListedColormap
-
-    mark, names = mark_of(kind), list(colors)
-    unknown = {name for row in cells for name in row} - set(names)
-    require(not unknown, f"choice_map() needs a color for {', '.join(sorted(unknown))}")
-    numbers = [[names.index(name) for name in row] for row in cells]
-    image = ax.imshow(
-        numbers, cmap=ListedColormap(list(colors.values())), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto"
-    )
-    image.set_gid(f"kind:{kind}")
-    ax.set_xticks(range(len(columns)), [str(c) for c in columns])
-    ax.set_yticks(range(len(rows)), [str(r) for r in rows])
-    ax.set_xticks([i - 0.5 for i in range(1, len(columns))], minor=True)
-    ax.set_yticks([i - 0.5 for i in range(1, len(rows))], minor=True)
-    ax.grid(False)
-    ax.grid(True, which="minor", color="white", linewidth=1)
-    ax.tick_params(which="minor", length=0)
-    for name, color in colors.items() if labels else ():
-        ax.plot([], [], marker="s", markersize=10, linestyle="", color=color, label=labelled(name, mark))
-
-
-def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
-    """Make x and/or y logarithmic, with plain numbers (1,024 or 0.5) as tick labels at the given places."""
-    for axis, ticks, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):
-        if ticks is not None:
-            scale("log", base=2)
-            axis.set_ticks(list(ticks))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
-            axis.set_minor_locator(NullLocator())
-            axis.set_minor_formatter(NullFormatter())
 
 
 def plain_number(value: float) -> str:
