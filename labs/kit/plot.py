@@ -373,6 +373,17 @@ def stack(
         base = top
 
 
+def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
+    """Make x and/or y logarithmic, with plain numbers (1,024 or 0.5) as tick labels at the given places."""
+    for axis, ticks, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):
+        if ticks is not None:
+            scale("log", base=2)
+            axis.set_ticks(list(ticks))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_minor_formatter(NullFormatter())
+
+
 def plain_number(value: float) -> str:
     """Format 1234567 as "1.23M", 131072 as "131,072", 0.5 as "0.5": no powers of ten on an axis."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
