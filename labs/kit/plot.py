@@ -23,6 +23,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
