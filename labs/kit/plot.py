@@ -23,9 +23,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from labs.kit.errors import BadInput, require
 from labs.kit.record import Record, provenance_line
