@@ -42,9 +42,7 @@ def test_every_stub_is_to_do(capsys):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("exercise_id", "part"), [pytest.param(*p, marks=[pytest.mark.long] * (p[1] == "others")) for p in PARTS]
-)
+@pytest.mark.parametrize(("exercise_id", "part"), PARTS)
 def test_mistakes_are_named(exercise_id, part):
     known = list(mutants(exercise_id).items())
     chosen = (known[:1] if part == "first" else known[1:]) if exercise_id in SLOW else known
