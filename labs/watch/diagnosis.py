@@ -58,7 +58,7 @@ RECORDER = (
     "the recorder of every rank, dumped while it hangs. torch 2.13 keeps 2,000 calls unless TORCH_FR_BUFFER_SIZE is "
     "set before the process group is made."
 )
-WHO_KILLED = "dmesg shows a kill by the kernel's out-of-memory killer; only the scheduler's log shows another one."
+WHO_KILLED = "dmesg shows a kill by the kernel's out-of-memory killer; the scheduler's log shows any other kill."
 DETAIL = "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both calls and sizes."
 
 
