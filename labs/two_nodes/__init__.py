@@ -94,13 +94,13 @@ def drills(rank: Rank, request: dict[str, Any]) -> Iterator[tuple[subprocess.Pop
 
 
 def setting_records(row: dict[str, Any], rank: Rank) -> Iterator[Record]:
-    """What a wrong setting led to: the error and its seconds, and the ranks that computed all the same."""
+    """What a wrong setting led to: each machine's message, the first error's seconds, the ranks that computed."""
     wrong = next(w for w in WRONG if w.name == row["setting"])
     case = {"setting": wrong.name, "fix": wrong.fix, "default_wait": wrong.default_wait}
-    about = {"error": row["error"], "node": row["node"], "waiting": row["waiting"], "of": row["of"]}
+    about = {"machine_0": row["machines"][0], "machine_1": row["machines"][1], "of": row["of"]}
     yield rank.record("computed", "ranks", row["computed"], rank=0, **case, **about)
-    if row["after_s"] is not None:
-        yield rank.record("error_s", "s", row["after_s"], rank=0, **case)
+    if row["error_s"]:
+        yield rank.record("error_s", "s", min(row["error_s"]), rank=0, **case)
 
 
 def death_records(row: dict[str, Any], rows: list[dict[str, Any]], rank: Rank) -> Iterator[Record]:

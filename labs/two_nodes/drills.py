@@ -39,6 +39,8 @@ from labs.two_nodes import settings
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 NOTICED = "noticed.json"
 Row = dict[str, Any]
+STILL_USED: list[nn.Module] = []
+"""Until the rank's process ends. In a forked rank, taking DDP and its group apart sometimes waits for ever."""
 
 
 # What a rank does
@@ -91,7 +93,7 @@ def train(folder: str, steps: int, save_every: int, timeout_s: float, fate: str,
         line = " ".join(str(e).replace("\n", " ").split())
         write(place / NOTICED, {"time": time.time(), "line": settings.first_error(f"RuntimeError: {line}")})
         os._exit(1)
-    dist.destroy_process_group()
+    STILL_USED.append(ddp)
 
 
 def meet_fate(place: Path, fate: str) -> None:
@@ -208,7 +210,7 @@ def free_port() -> int:
 
 
 def try_setting(root: Path, wrong: settings.Wrong) -> Row:
-    """A job with this wrong setting: the first error, when and on which machine, and how many ranks computed."""
+    """A job with this wrong setting: what each machine says, when the first one fails, and how many ranks computed."""
     (folder := root / wrong.name.replace(" ", "-")).mkdir()
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) if wrong.port_taken else nullcontext():
@@ -227,18 +229,17 @@ def try_setting(root: Path, wrong: settings.Wrong) -> Row:
             if not failed and any(job.code for job in jobs):
                 until, failed = time.monotonic() + 1.0, True  # the other machine has a second more to say something
             time.sleep(0.02)
-    errors = [(job.ended_s, node, settings.first_error(job.text())) for node, job in enumerate(jobs) if job.code]
-    waiting = [node for node, job in enumerate(jobs) if job.running()]
+    waiting = [job.running() for job in jobs]
     for job in jobs:
         job.kill()
     met = [json.loads(path.read_text()) for path in folder.glob("met-*.json")]
-    seconds, node, line = min((e for e in errors if e[2]), default=(None, None, ""))
     return {
         "setting": wrong.name,
-        "error": line,
-        "node": node,
-        "after_s": seconds,
-        "waiting": waiting,
+        "machines": [
+            "still waits" if waits else settings.first_error(job.text()) if job.code else "no error"
+            for job, waits in zip(jobs, waiting, strict=True)
+        ],
+        "error_s": [job.ended_s for job, waits in zip(jobs, waiting, strict=True) if job.code and not waits],
         "computed": len(met),
         "of": max((m["ranks"] for m in met), default=0),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-SHORT = {"read_timeout": 2, "join_timeout": 3}
+SHORT = {"read_timeout": 2, "join_timeout": 4}
 """Seconds in --rdzv-conf where a setting is wrong; torch's own defaults are 60 and 600."""
 
 

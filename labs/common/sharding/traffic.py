@@ -37,7 +37,6 @@ KINDS = {
     "send": "send",
     "recv": "recv",
 }
-HEADER_BYTES = 48  # of each message of gloo: every wire total is a closed form plus a multiple of it
 
 
 @dataclass(frozen=True)
