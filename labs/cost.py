@@ -28,7 +28,7 @@ from labs.kit import cli
 from labs.kit.errors import BadInput, naming, require
 from labs.kit.lab import require_limits
 
-DAY_S, HOUR_S = 86_400.0, 3_600.0
+DAY_S = 86_400.0
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, as their table 3 is usually rounded
 
 

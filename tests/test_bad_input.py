@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from processes import HERE, PYTHON, new_environment
 
-from labs import cost, slow_link, strategy, two_levels
+from labs import cost, slow_link, strategy
 from labs.common import models
 from labs.kit.errors import BadInput
 from labs.kit.lab import require_findable
@@ -47,7 +47,6 @@ def test_what_cannot_be_there_is_told_without_an_import(modules, name, words):
     ("lab", "option", "value"),
     [
         (slow_link, "mb_s", (0.0,)),
-        (two_levels, "across_mb_s", 0.0),
         (strategy, "gpu", "H10"),
         (cost, "offers", ("H10:8",)),
     ],

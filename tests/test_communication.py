@@ -173,7 +173,7 @@ def soon(fact, seconds: float) -> bool:
 # -- the connection imitated
 
 
-def test_two_levels_still_needs_a_kernel_that_paces(monkeypatch):
+def test_a_paced_connection_needs_a_kernel_that_paces(monkeypatch):
     monkeypatch.setattr(wire, "can_pace", lambda: False)
     with (
         pytest.raises(BadInput, match="cannot pace"),

@@ -24,9 +24,9 @@ from labs.common.cost_model.jobs import Job, Plan, shape
 from labs.common.cost_model.memory import REMEDIES, activation_bytes, sent_per_parameter, states_bytes
 from labs.common.cost_model.seconds import INFINITE, Cluster, Link, Work, all_reduce_s, gather_s, step
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.common.sharding.fake_ranks import fake_job
 from labs.kit import hardware
 from labs.kit.errors import BadInput
-from labs.many_ranks.fake_ranks import fake_job
 
 JOB = Job(parameters=1e9, batch=32, seq=1024, layers=20, hidden=2048, vocabulary=1000)
 ONE_NODE = Cluster(2, 8, 1e14, Link(25e9), gap_s=0.0, spread=0.0, memory_bytes=80e9)

@@ -13,8 +13,7 @@ from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from speeds import besides
 
-from labs.chapters.nb08 import explorer as nb08
-from labs.explorers import exchange, loader, roofline, split
+from labs.explorers import exchange, loader, roofline, scale, split
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.notebook_report import html_pictures
@@ -24,7 +23,7 @@ EXPLORERS = {
     "loader": loader.loader,
     "split": split.split,
     "exchange": exchange.exchange,
-    "scale": nb08.scale,
+    "scale": scale.scale,
 }
 
 

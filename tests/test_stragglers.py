@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from labs import slowest_rank as lab
-from labs.chapters.nb08 import figures_efficiency as figures
-from labs.common.checkpoints import checkpoint_interval
 from labs.common.cost_model import waiting
-from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
@@ -82,46 +79,18 @@ def test_ranks_wait_for_the_longest_delay_that_was_planted():
         assert two[0] == two[1], "delays come from the seed, rank and group"
 
 
-def records(rare=0.026, extra=0.001):
+def records(rare):
     layout = {"world_size": 8, "rank": None, "backend": "gloo", "device": "cpu"}
-    config, rows = {"mean_ms": 3.0, "rare_share": 0.05}, []
-
-    def add(metric, samples, kind="measured", **case):
-        rows.append(Record("slowest_rank", metric, "s", samples, kind, case, config, layout))
-
+    rows = []
     for kind, top in (("exponential", 0.013), ("rare", rare)):
-        for ranks in (1, 2, 4, 8):
-            s = 0.008 + (top - 0.008) * ranks / 8
-            add("step_s", [s], "modelled", delays=kind, ranks=ranks)
-            add("planted_s", [s, s], "modelled", delays=kind, ranks=ranks)
-            add("step_s", [s + extra] * 6, delays=kind, ranks=ranks)
+        for ranks in (1, 8):
+            s, case = 0.008 + (top - 0.008) * ranks / 8, {"delays": kind, "ranks": ranks}
+            rows.append(Record("slowest_rank", "formula_s", "s", [s], "modelled", case, {}, layout))
+            rows.append(Record("slowest_rank", "step_s", "s", [s + 0.001] * 6, "measured", case, {}, layout))
     return Records(rows)
 
 
-def test_sentences_and_figures_follow_the_records(monkeypatch):
-    said, alts = [], []
-    monkeypatch.setattr(figures, "say", said.append)
-    monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
-    run = records()
-    figures.waiting(run, predict(12, "step of 8 ranks", unit="ms"))
-    assert "cost 8 ranks 1.9 times" in alts[0] and "1.0 ms more than planted" in said[0]
-    figures.waiting(records(rare=0.013), predict(12, "step of 8 ranks", unit="ms"))
-    assert "cannot tell" in alts[-1]
-    told = list(lab.answer(run))
-    assert len(told) == 2 and "Rare delays" in told[1] and "26.0 ms for the delays" in told[1]
-
-
-def test_failures_at_the_published_scale(monkeypatch):
-    said, alts = [], []
-    monkeypatch.setattr(figures, "say", said.append)
-    monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
-    figures.failures(predict(5, "lost", unit="%"))
-    assert "A failure every 3.1 h" in alts[0] and "less than 10 %" in alts[0]
-    assert "5.8 years" in said[0], "54 x 24 / 419, and 16,384 times that"
-    hours, years = 54 * 24 / 419, 54 * 16_384 / 419 / 365.25
-    assert (round(hours, 1), round(years, 1)) == (3.1, 5.8)
-    lost = [float(x.split()[0]) for x in figures.failures_table()["lost"]]
-    assert lost == sorted(lost) and lost[0] < 1
-    mtbf_s = 54 * 86_400 / 419
-    paper = checkpoint_interval.first_order(checkpoint_interval.young(60, mtbf_s), 60, mtbf_s, 600)
-    assert lost[3] == pytest.approx(100 * paper, rel=0.15), "C / tau + tau / 2M + R / M, as on paper"
+@pytest.mark.parametrize(("rare", "word"), [(0.026, "rare"), (0.013, "inconclusive"), (0.009, "small")])
+def test_the_longer_step_decides(rare, word):
+    assert lab.category(records(rare)) == word
+    assert "8 ranks take 14.0 ms" in next(lab.answer(records(rare)))

@@ -50,8 +50,6 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and an MLP, each on a normalised copy that is added back."""
 
-    HALVES = ("attention", "mlp")
-
     def __init__(self, width: int, head_size: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)

@@ -36,7 +36,6 @@ KINDS = {
     "send": "send",
     "recv": "recv",
 }
-HEADER_BYTES = 48  # per gloo message: every TCP total is a closed form plus a multiple of it
 
 
 @dataclass(frozen=True)

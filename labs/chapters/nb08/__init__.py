@@ -1,1 +1,0 @@
-"""What notebook 08 shows: scaling out."""

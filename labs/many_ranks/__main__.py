@@ -1,5 +1,0 @@
-"""python -m labs.many_ranks"""
-
-from labs.kit import cli
-
-cli.main()

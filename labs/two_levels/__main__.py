@@ -1,5 +1,0 @@
-"""python -m labs.two_levels"""
-
-from labs.kit import cli
-
-cli.main()
