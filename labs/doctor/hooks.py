@@ -229,7 +229,7 @@ class Hooks:
         name = function.__name__
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._elsewhere() or self.spans.stack[-1] in OPAQUE:
+            if self.spans.stack[-1] in OPAQUE or self._elsewhere():
                 return function(*args, **kwargs)
             begun, result = time.perf_counter(), None
             try:
@@ -257,7 +257,9 @@ class Hooks:
         noted = self._noted("synchronise", function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (self.known_values or self.recording) or self._elsewhere() or self.spans.stack[-1] in OPAQUE:
+            if self.spans.stack[-1] in OPAQUE:  # first: Adam reads a value for each parameter
+                return function(tensor, *args, **kwargs)
+            if not (self.known_values or self.recording) or self._elsewhere():
                 return noted(tensor, *args, **kwargs)
             if sys._getframe(1).f_code.co_filename.endswith(SCALER):
                 return self._timed("synchronise", function, (tensor, *args), kwargs)

@@ -74,7 +74,7 @@ def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
 def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s: float) -> Steps:
     """More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much."""
     hooks.recording = True
-    backwards, samples, marks = [], [], [hooks.mark()]
+    backwards, samples, marks = 0, 0, [hooks.mark()]
     hooks.synchronised = marks[0] is None  # a GPU has a clock of its own: it isn't waited for
     done, wanted, graphs = 0, steps, _compat.compiled_graphs()
     while done < wanted:
@@ -87,13 +87,13 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
         marks.append(hooks.mark())
         before, graphs = graphs, _compat.compiled_graphs()
         profile.compiles.append(graphs - before)
-        backwards.append(hooks.backwards), samples.append(hooks.samples)
-        profile.micro_batches, profile.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
-        profile.lines = hooks.noted_lines(done)
+        backwards, samples = backwards + hooks.backwards, samples + hooks.samples
+        profile.micro_batches, profile.samples = backwards / done, samples / done or None
         if done == steps:
             fit = int(extra_s / statistics.fmean(profile.step_s))
             wanted += min(fit, max(ranks.each_says(_more_events(profile))), *ranks.each_says(fit))
     hooks.recording, hooks.synchronised = False, True
+    profile.lines = hooks.noted_lines(wanted)
     if marks[0] is not None:
         hooks.synchronise()
         profile.step_s = _between(marks)

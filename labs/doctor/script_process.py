@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import mmap
 import os
 import sys
 import time
@@ -61,7 +62,9 @@ class ScriptProcess:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.begun = settings, time.perf_counter()
         self.profile = Profile(settings.argv[0], settings.argv, settings.rank, settings.ranks, settings.local_ranks)
-        self.progress = os.open(settings.path("progress"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+        settings.path("progress").write_bytes(b"%12d" % 0)
+        with settings.path("progress").open("r+b") as file:
+            self.progress = mmap.mmap(file.fileno(), 12)  # no call of the system in each step
         self.pid, self.stops, self.saved = os.getpid(), 0, self.begun
         self.leave_at_once = os._exit
         self.hooks = self.plan = self.usage = None
@@ -88,7 +91,7 @@ class ScriptProcess:
 
         profile = self.profile
         profile.steps += 1
-        os.pwrite(self.progress, b"%12d" % profile.steps, 0)
+        self.progress[:] = b"%12d" % profile.steps
         before = profile.stage
         if profile.stage == "as it is":
             note_memory(self.hooks, profile)

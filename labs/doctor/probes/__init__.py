@@ -44,6 +44,8 @@ class Probes:
             Saving(scene, schedules),
             Validation(scene, data),
         ]
+        self.functions: dict[str, list[tuple[Any, Callable]]] = {}
+        """Of all probes, by event."""
         self.within: dict[int, Any] = {}
         """Frames in which optimizers' steps run, by id of the optimizer."""
         scene.keep = self.findings
@@ -80,9 +82,11 @@ class Probes:
             self._all("resumed")
 
     def _all(self, event: str, *args: Any) -> None:
-        for probe in list(self.probes):
-            if (function := getattr(probe, event, None)) is not None:
-                self._guarded(probe, function, *args)
+        of = self.functions.get(event)
+        if of is None:
+            of = self.functions[event] = [(p, f) for p in self.probes if (f := getattr(p, event, None)) is not None]
+        for probe, function in of:
+            self._guarded(probe, function, *args)
 
     def _guarded(self, probe: Any, function: Callable, *args: Any) -> Any:
         try:
@@ -91,6 +95,7 @@ class Probes:
             if os.environ.get("DOCTOR_PROBES_RAISE"):
                 raise
             self.probes.remove(probe)
+            self.functions = {}
             return []
 
     # Events
