@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from labs.chapters.nb08 import claims_nodes
-from labs.kit.claims import WORDS, _judges, claims
+from labs.kit.claim_registry import WORDS, _judges, claims
 from labs.kit.record import Record, Records
 
 OWN = ("A06 A23 A24 C04 C18 C19 C20 C21 C24 C25 D09 D10 D11").split()

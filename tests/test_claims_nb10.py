@@ -7,7 +7,7 @@ import pytest
 from labs.chapters.nb10 import claims as judged
 from labs.chapters.nb10 import installed
 from labs.chapters.nb10.installed import CONTROLS, LAB, MESSAGES, OF_GPU
-from labs.kit.claims import claims, judge
+from labs.kit.claim_registry import claims, judge
 from labs.kit.record import Record, Records
 
 BY_ID = {c.id: c for c in claims("10")}

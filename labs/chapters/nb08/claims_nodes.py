@@ -7,7 +7,7 @@ import re
 
 import torch.distributed as dist
 
-from labs.kit.claims import Verdict, last, verdict
+from labs.kit.claim_registry import Verdict, last, verdict
 from labs.kit.record import Record, Records
 
 NCCL = "docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"

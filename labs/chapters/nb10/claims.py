@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import comb
 
 from labs.chapters.nb10.installed import CONTROLS, LAB, OF_GPU
-from labs.kit.claims import Verdict, cannot_tell, last, only_on, verdict
+from labs.kit.claim_registry import Verdict, cannot_tell, last, only_on, verdict
 from labs.kit.record import Records
 from labs.symptom.catalog import rows
 

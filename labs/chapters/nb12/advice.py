@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas
 
-from labs.kit.claims import claims
+from labs.kit.claim_registry import claims
 from labs.kit.display import show_table
 
 TRIED: dict[str, tuple[str, str]] = {

@@ -40,7 +40,7 @@ def rtx_4090_epochs() -> Records:
 
 def stated(article: str, metric: str, unit: str, *values: float) -> Records:
     """Return numbers from one of the five articles ("A" to "E"), with its title as the source."""
-    from labs.kit.claims import articles  # imports torch, which no other function here needs
+    from labs.kit.claim_registry import articles  # imports torch, which no other function here needs
 
     told = articles()[article]
     source = f'"{told.title_en}" ({told.date})'
