@@ -67,7 +67,7 @@ class Book:
         texts[FRONT] = (self.root / "README.md").read_text("utf-8")
         texts["GLOSSARY.md"] = glossary.page(texts["GLOSSARY.md"], self.notebooks)
         texts["map.md"] = notebook_map.page(self.notebooks)
-        texts["claims.md"] = claim_table.page(self.root / "labs/kit/claims.toml", self.notebooks)
+        texts["claims.md"] = claim_table.page(self.root / "labs/claims/claims.toml", self.notebooks)
         for name, text in texts.items():
             self._write(Path(name), self.linked(text, Path(name)) + (self.contents() if name == FRONT else ""))
         while left := self.markdown_linked - self.written:  # a page may link to further ones

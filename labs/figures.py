@@ -13,8 +13,8 @@ from pathlib import Path
 from labs import data_parallel
 from labs.common.sources import published
 from labs.kit import plot
-from labs.kit.claims import model_of
-from labs.kit.evidence import launches
+from labs.kit.claim_records import launches
+from labs.kit.claim_registry import model_of
 from labs.kit.record import Records, load
 
 

@@ -9,9 +9,13 @@ as somebody in a hurry would (`reported`), and carefully (`honest`). Both answer
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from labs.common.data import moby_dick
 from labs.common.data.fashion import vectors
 from labs.common.data_parallel.training import train_step
 from labs.common.models.text_models import Block
-from labs.kit import cli, measure
+from labs.kit import cli, measure, supervise
 from labs.kit.errors import did_you_mean, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -266,6 +270,18 @@ def train_to_loss(
             if cross_entropy(model(test_images[:1000]), test_labels[:1000]) <= target:
                 break
     return samples, seconds
+
+
+BUSY = "import os, sys\nprint(flush=True)\nwhile os.getppid() == int(sys.argv[1]): pass"
+
+
+@contextlib.contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """Run a process that computes on this process's cores until the block ends, or this process."""
+    command = [sys.executable, "-I", "-S", "-c", BUSY, str(os.getpid())]
+    with supervise.started(command, stdout=subprocess.PIPE) as process:
+        process.stdout.read(1)  # it is running
+        yield
 
 
 def answer(records: Records) -> Iterator[str]:

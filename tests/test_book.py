@@ -38,12 +38,12 @@ PNG = "iVBORw0KGgo="
 def book(tmp_path):
     """A repository with a notebook, a recipe and a README, ready to be written."""
     root = tmp_path / "course"
-    for folder in ("notebooks", "labs/kit", "labs/recipes"):
+    for folder in ("notebooks", "labs/claims", "labs/recipes"):
         (root / folder).mkdir(parents=True)
     (root / "README.md").write_text("# Course\n\n[fix](#fix-it)\n\n## Fix it\n\nSo.\n")
     (root / "GLOSSARY.md").write_text("# Glossary\n\n**rank** [03](notebooks/03_b.ipynb): A process.\n")
     (root / "labs/recipes/train.py").write_text("print('```')\n")
-    (root / "labs/kit/claims.toml").write_text("claim = []\n[articles]\n")
+    (root / "labs/claims/claims.toml").write_text("claim = []\n[articles]\n")
     for name in NAMED[1:]:
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("# Page\n")

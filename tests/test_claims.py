@@ -9,9 +9,9 @@ import pytest
 
 from labs.claims import __main__ as command
 from labs.claims import all_claims
-from labs.kit import claims as registry
-from labs.kit import evidence
-from labs.kit.claims import HOW, PAPER, SIGNS, Verdict, claims, how_decided, judge, recorded_verdict, verdict
+from labs.kit import claim_records
+from labs.kit import claim_registry as registry
+from labs.kit.claim_registry import HOW, PAPER, SIGNS, Verdict, claims, how_decided, judge, recorded_verdict, verdict
 from labs.kit.record import Record, Records, load
 
 SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"ranks": 1})])
@@ -107,23 +107,23 @@ def test_registration_errors(own_judges):
     ],
 )
 def test_inconclusive_samples_are_not_cases_that_differ(right, wrong, found, starts):
-    assert registry.judged(right, wrong, "why") == Verdict(found, starts)
+    assert registry.verdict_for(right, wrong, "why") == Verdict(found, starts)
 
 
 def test_records_are_kept_in_a_kernel_and_never_of_a_smoke_run(tmp_path, monkeypatch):
-    monkeypatch.setenv(evidence.FOLDER, str(tmp_path))
+    monkeypatch.setenv(claim_records.FOLDER, str(tmp_path))
     monkeypatch.delenv("COURSE_SMOKE", raising=False)
-    evidence.keep("03", SOME)
+    claim_records.keep("03", SOME)
     shell = type("IPython", (), {"get_ipython": staticmethod(lambda: object())})
     monkeypatch.setitem(sys.modules, "IPython", shell)
-    evidence.keep("03", Records([Record("a", "b", "s", (1.0,), config={"smoke": True})]))
+    claim_records.keep("03", Records([Record("a", "b", "s", (1.0,), config={"smoke": True})]))
     assert not list(tmp_path.iterdir())
-    evidence.keep("03", SOME)
-    assert [r.metric for r in evidence.kept("03")] == ["step_s"]
+    claim_records.keep("03", SOME)
+    assert [r.metric for r in claim_records.kept("03")] == ["step_s"]
 
 
 def test_recorded_files_are_whole():
-    for path in evidence.RECORDED.glob("*.jsonl"):
+    for path in claim_records.RECORDED.glob("*.jsonl"):
         assert all(r.kind != "measured" for r in load(path))
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 
 from labs.kit import hardware
-from labs.kit.claims import claims, judge, judge_of
+from labs.kit.claim_registry import claims, judge, judge_of
 from labs.kit.record import Record, Records
 
 

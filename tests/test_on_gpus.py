@@ -6,8 +6,8 @@ from labs.common import models, oracle
 from labs.common.memory import saved_tensors
 from labs.common.models.large_models import bert
 from labs.common.sources import on_gpus
-from labs.kit import evidence
-from labs.kit.claims import SIGNS, by_a_recorded_gpu, by_id, judge
+from labs.kit import claim_records
+from labs.kit.claim_registry import SIGNS, by_a_recorded_gpu, by_id, judge
 from labs.kit.record import Record, Records
 
 H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+00:00"}
@@ -52,17 +52,17 @@ def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces():
 
 def test_what_needs_a_gpu_is_judged_by_a_recorded_one_with_its_name():
     claim = by_id("B31")
-    without = judge(claim, evidence.kept("10", evidence.RECORDED), gpus=0)
+    without = judge(claim, claim_records.kept("10", claim_records.RECORDED), gpus=0)
     assert without.word == "needs 1 GPU"
     found, records = by_a_recorded_gpu(claim, without)
     assert found.word in SIGNS and found.kind == "recorded" and found.because.startswith("on NVIDIA H200: ")
     assert {r.layout.get("device", "cuda") for r in records} == {"cuda"}
-    decided = judge(by_id("C03"), evidence.kept("01", evidence.RECORDED), gpus=0)
+    decided = judge(by_id("C03"), claim_records.kept("01", claim_records.RECORDED), gpus=0)
     same, none = by_a_recorded_gpu(by_id("C03"), decided)
     assert same == decided and not none  # what is decided stays
 
 
 def test_evidence_of_gpus_is_that_of_gpus():
     for number in ("01", "02", "03", "10"):
-        for found in evidence.kept_of_gpus(number):
+        for found in claim_records.kept_of_gpus(number):
             assert found.provenance["gpus"] and all(r.kind != "measured" for r in found)

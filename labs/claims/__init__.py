@@ -12,10 +12,15 @@ if TYPE_CHECKING:
 
 
 def all_claims() -> pd.DataFrame:
-    """Return a row per claim, by id: subject, claim, verdict, because, how it was decided, and its notebook."""
+    """Return a row per claim, by id: subject, claim, verdict, because, how it was decided, and its notebook.
+
+    `.attrs["records"]` holds a record of each run that a verdict was computed from, for a figure's caption.
+    """
     import pandas as pd
 
-    from labs.kit.claims import claims, how_decided, recorded_verdict
+    from labs.kit.claim_records import RECORDED, kept, kept_of_gpus
+    from labs.kit.claim_registry import claims, how_decided, recorded_verdict
+    from labs.kit.record import Records
 
     rows = {}
     for claim in claims():
@@ -28,4 +33,7 @@ def all_claims() -> pd.DataFrame:
             "how": how_decided(claim, found),
             "notebook": claim.notebook,
         }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("id")
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("id")
+    runs = [run for n in {c.notebook for c in claims()} for run in (kept(n, RECORDED), *kept_of_gpus(n)) if run]
+    table.attrs["records"] = Records(run[0] for run in runs)
+    return table

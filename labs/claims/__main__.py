@@ -14,10 +14,20 @@ import sys
 import textwrap
 from pathlib import Path
 
-from labs.kit.claims import Claim, Verdict, articles, by_id, claims, how_decided, judge, judge_of, recorded_verdict
+from labs.kit.claim_records import kept
+from labs.kit.claim_registry import (
+    Claim,
+    Verdict,
+    articles,
+    by_id,
+    claims,
+    how_decided,
+    judge,
+    judge_of,
+    recorded_verdict,
+)
 from labs.kit.cli import fail
 from labs.kit.errors import BadInput, did_you_mean, require
-from labs.kit.evidence import kept
 from labs.kit.record import Records, load
 
 PROG = "python -m labs.claims"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from labs.kit import hardware
-from labs.kit.claims import Verdict, verdict
+from labs.kit.claim_registry import Verdict, verdict
 from labs.kit.record import Records
 
 

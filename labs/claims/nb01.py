@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs import batch_size, measure_validation
-from labs.kit.claims import GAIN, Verdict, depends, judged, last, model_of, ratio, verdict, within
+from labs.kit.claim_registry import GAIN, Verdict, depends, last, model_of, ratio, verdict, verdict_for, within
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio
 from labs.kit.record import Records
 
@@ -18,7 +18,7 @@ def _repaired(records: Records, rung: str, before: str) -> tuple[Estimate, str]:
 def c07_the_clock_may_start_at_once(records: Records) -> Verdict:
     """Holds if a warm-up before the clock doesn't change the answer."""
     found, model = _repaired(records, "warm up", "synchronise")
-    return judged([within(found)], [differs(found)], f"a warm-up before it changes the answer: {found} ({model})")
+    return verdict_for([within(found)], [differs(found)], f"a warm-up before it changes the answer: {found} ({model})")
 
 
 @verdict("C08")
@@ -65,7 +65,7 @@ def c22_the_method_is_complete(records: Records) -> Verdict:
         f"it lacks a warm-up, which changes the answer {warm} ({model}), and an order of runs: beside another program, "
         f"the same code measured one after the other differs {blocks}, in turn {turns}"
     )
-    return judged([not differs(warm) and not differs(blocks)], [differs(warm) or differs(blocks)], because)
+    return verdict_for([not differs(warm) and not differs(blocks)], [differs(warm) or differs(blocks)], because)
 
 
 @verdict("E23")
@@ -81,4 +81,4 @@ def e23_a_larger_batch_is_more_efficient(records: Records) -> Verdict:
         f"activations {kept[0] / 1e6:.2g} to {kept[1] / 1e6:.2g} MB"
     )
     higher, lower = found[large].low > found[small].high, found[large].high < GAIN * found[small].low
-    return judged([higher, kept[1] > kept[0]], [lower, kept[1] <= kept[0]], because)
+    return verdict_for([higher, kept[1] > kept[0]], [lower, kept[1] <= kept[0]], because)

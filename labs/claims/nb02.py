@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labs.kit.claims import Verdict, judged, last, verdict
+from labs.kit.claim_registry import Verdict, last, verdict, verdict_for
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import Records
 
@@ -39,7 +39,9 @@ def a33_a_slow_loader_lets_the_model_wait(records: Records) -> Verdict:
             said.append(f"{share.scaled(100, '%')} ({workers} workers, step {step})")
     if not idle:
         raise LookupError("launch('dataloader') with a model that is faster than the loader is needed")
-    return judged(idle, busy, f"where the loader alone is slower than the model, the loop waits: {'; '.join(said)}")
+    return verdict_for(
+        idle, busy, f"where the loader alone is slower than the model, the loop waits: {'; '.join(said)}"
+    )
 
 
 @verdict("D23")
@@ -52,7 +54,7 @@ def d23_workers_are_the_cure(records: Records) -> Verdict:
         f"without workers the loop waits for {share.scaled(100, '%')} of its time; {n} workers on shared cores give "
         f"{gain} the images/s"
     )
-    return judged([share.low > WAITS and gain.low > 1], [share.high < WAITS or gain.high < 1], because)
+    return verdict_for([share.low > WAITS and gain.low > 1], [share.high < WAITS or gain.high < 1], because)
 
 
 @verdict("E06")
@@ -70,4 +72,4 @@ def e06_workers_load_in_parallel_and_cut_waiting(records: Records) -> Verdict:
         f"{after.scaled(100, '%')}"
     )
     right = [*(gain.value > 1.1 for gain in gains.values()), after.high < before.low]
-    return judged(right, [*(gain.value < 1 for gain in gains.values()), after.low > before.high], because)
+    return verdict_for(right, [*(gain.value < 1 for gain in gains.values()), after.low > before.high], because)

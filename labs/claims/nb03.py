@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs import data_parallel, speedup_map
-from labs.kit.claims import Verdict, depends, in_general, judged, last, model_of, runs, verdict
+from labs.kit.claim_registry import Verdict, depends, in_general, last, model_of, runs, verdict, verdict_for
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 
@@ -21,7 +21,7 @@ def a13_more_gpus_shorten_an_epoch(records: Records) -> Verdict:
     """Holds if DDP speeds up a pass over a fixed dataset. A step, which the article calls an epoch, gets no shorter."""
     found = {model_of(run): data_parallel.speedup(run) for run in runs(records, "data_parallel", "samples_per_s")}
     said = ", ".join(f"{ratio} ({model})" for model, ratio in found.items())
-    return judged(
+    return verdict_for(
         [ratio.low > 1 for ratio in found.values()],
         [ratio.high < 1 for ratio in found.values()],
         f"with a fixed batch per rank, two ranks finish an epoch {said} as fast as one",
@@ -34,7 +34,7 @@ def a20_ddp_makes_training_more_efficient(records: Records) -> Verdict:
     rows, ranks = _map(records)
     cells = [row["speedup"] for row in rows]
     least, most = (choose(cells, key=lambda e: e.value) for choose in (min, max))
-    return judged(
+    return verdict_for(
         [e.low > 1 for e in cells],
         [e.high < 1 for e in cells],
         f"DDP on {ranks} ranks trains {least} to {most} as fast as one rank, by model and batch",
@@ -82,7 +82,7 @@ def c27_small_batches_communicate_too_much(records: Records) -> Verdict:
         by_batch = sorted((row for row in rows if row["width"] == width), key=lambda row: row["batch_size"])
         ends.append((by_batch[0]["speedup"], by_batch[-1]["speedup"]))
     small, large = ends[-1]
-    return judged(
+    return verdict_for(
         [a.high < ranks / 2 and b.low > a.high for a, b in ends],
         [a.low > ranks / 2 or b.high < a.low for a, b in ends],
         f"of a DDP step, {_added(small, ranks)} is not one rank's computing with the smallest batch of the widest "

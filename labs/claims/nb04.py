@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from labs import amp_memory, amp_training, loss_scaling, mixed_precision
 from labs.common.sources import on_gpus
-from labs.kit.claims import Verdict, ends, judged, last, verdict, word
+from labs.kit.claim_registry import Verdict, ends, last, verdict, verdict_for, verdict_word
 from labs.kit.record import Records
 
 ABOUT_20 = (0.15, 0.25)
@@ -24,7 +24,7 @@ def a30_autocast_saves_about_20_percent(records: Records) -> Verdict:
     near = [ABOUT_20[0] <= share <= ABOUT_20[1] for share in saved.values()]
     said = ends([f"{share:.0%} ({n} sequences)" for n, share in saved.items()])
     because = f"of the peak of BERT-large with AdamW, autocast saves {said}: {sum(near)} of {len(near)} about 20 %"
-    return Verdict(word(near, [not n for n in near]), because, "modelled")
+    return Verdict(verdict_word(near, [not n for n in near]), because, "modelled")
 
 
 @verdict("B10")
@@ -86,7 +86,7 @@ def e19_gradscaler_keeps_fp16_stable(records: Records) -> Verdict:
         f"{'as' if survives else 'not as'} in FP32"
     )
     better = [b < a for a, b in zip(plain, with_scaler, strict=True)]
-    return judged([survives, *better], [not survives, *(not b for b in better)], because)
+    return verdict_for([survives, *better], [not survives, *(not b for b in better)], because)
 
 
 @verdict("E16")
@@ -102,7 +102,7 @@ def e16_fp16_speeds_up_training(records: Records) -> Verdict:
         side, where = max(products), ", ".join(gpu.provenance["gpus"])
         said += f"; recorded on {where}: small models {_ends(models)}, products of side {side} {products[side]}"
     right, wrong = [s.low > 1 for s in speeds.values()], [s.high < 1 for s in speeds.values()]
-    return Verdict("depends", said) if on_cpu and all(wrong) else judged(right, wrong, said)
+    return Verdict("depends", said) if on_cpu and all(wrong) else verdict_for(right, wrong, said)
 
 
 def _ends(speeds: dict) -> str:

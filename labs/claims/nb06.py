@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labs.kit.claims import Verdict, judged, last, verdict
+from labs.kit.claim_registry import Verdict, last, verdict, verdict_for
 from labs.kit.measure import estimate
 from labs.kit.record import Records
 
@@ -18,7 +18,7 @@ def d18_both_halves_are_busy(records: Records) -> Verdict:
     shares = {r.case["micro_batches"]: r for r in run.where("idle_share", schedule="1f1b") if r.kind != "modelled"}
     naive = estimate(shares[1].samples)
     others = ", ".join(f"{100 * r.value:.0f} % with {m}" for m, r in shares.items() if m > 1)
-    return judged(
+    return verdict_for(
         [naive.high < BUSY],
         [naive.low > 1 / 2 - BUSY],
         f"a stage of the naive split is idle for {100 * naive.value:.0f} % of a step; {others} micro-batches",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from labs import comm_overlap, slow_link
-from labs.kit.claims import Verdict, depends, in_general, judged, model_of, runs, verdict
+from labs.kit.claim_registry import Verdict, depends, in_general, model_of, runs, verdict, verdict_for
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
 
@@ -82,5 +82,5 @@ def c23_synchronisation_matters(records: Records) -> Verdict:
     plain = run.one("step_s", way=comm_overlap.NONE).samples
     share = estimate([100 * (1 - b / a) for a, b in zip(ways[best], plain, strict=True)], "%")
     because = f"with {best} the exchange makes up {share} of a step here; between machines nothing was measured"
-    found = judged([share.low > MATTERS], [share.high < MATTERS], because)
+    found = verdict_for([share.low > MATTERS], [share.high < MATTERS], because)
     return Verdict("depends", because, found.kind) if found.word == "holds" else found

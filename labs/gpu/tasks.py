@@ -108,6 +108,7 @@ TASKS: dict[str, Task] = {
     "doctor_faulty": Task("And of a slow one?", 40, 120, doctor("labs/exercises/slow_training.py", "--epochs", 1000)),
     "mixed_precision": Task("How fast are the course's models in each format?", 40, 120, lab("mixed_precision")),
     "memory_oracle": Task("What fills memory, model by model?", 40, 120, lab("memory_oracle")),
+    "fooled": Task("Notebook 11: what do careless benchmarks report?", 15, 60, lab("fooled")),
     "all_reduce": Task("Notebook 07: how fast are messages between GPUs, and what does NCCL choose?", 15, 60,
                        lab("hardware_probe", "--parts", "all_reduce", nproc=None, saved="all_reduce"), 2,
                        NCCL, NOT_READY),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = 12
 SHEETS = re.compile(r"^(?:changes|command) = .*\n", re.MULTILINE)
 """Lines of claims.toml that no notebook uses, only `python -m labs.claims`."""
-DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/common/data/SHA256SUMS")  # read by code that cells run
+DATA = ("labs/kit/gpus.toml", "labs/claims/claims.toml", "labs/common/data/SHA256SUMS")  # read by code that cells run
 
 
 def course(root: Path = ROOT) -> str:

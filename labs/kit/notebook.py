@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from IPython.display import display
 
-from labs.kit import evidence, measure, plot, record
+from labs.kit import claim_records, measure, plot, record
 from labs.kit import launch as _launch
 from labs.kit.check import check, predict, show_solution
 from labs.kit.code import show_code, show_diff
@@ -112,7 +112,7 @@ def _keep(results: Results) -> None:
     name = os.environ.get(NAME) or Path(os.environ.get("JPY_SESSION_NAME", "")).name
     if re.match(r"\d\d_", name):
         _launched.extend(results)
-        evidence.keep(name[:2], record.Records(_launched))
+        claim_records.keep(name[:2], record.Records(_launched))
 
 
 def run_on_ranks(function: Callable[..., Any], nproc: int | None = None, *args: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import nbformat
 
-from labs.kit import evidence, fingerprint, timeouts
+from labs.kit import claim_records, fingerprint, timeouts
 from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS, choose, nothing_left, use_own_kernel
 from labs.kit.errors import BadInput
@@ -57,10 +57,10 @@ def rerun(path: Path) -> None:
     notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
     runner = ExecutePreprocessor(timeout=timeouts.CELL_S, kernel_name="python3", record_timing=False)
     with tempfile.TemporaryDirectory(prefix="labs-evidence-") as folder:
-        os.environ.update({evidence.FOLDER: folder, "COURSE_NOTEBOOK": path.name})  # inherited by the kernel
+        os.environ.update({claim_records.FOLDER: folder, "COURSE_NOTEBOOK": path.name})  # inherited by the kernel
         runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
         for kept in Path(folder).iterdir():
-            write_atomic(evidence.RECORDED / kept.name, kept.read_text(encoding="utf-8"))
+            write_atomic(claim_records.RECORDED / kept.name, kept.read_text(encoding="utf-8"))
     CoalesceStreamsPreprocessor().preprocess(notebook, {})  # printed text arrives in parts, more on a slow machine
     notebook.metadata[STAMP] = run_with
     write_atomic(path, nbformat.writes(notebook) + "\n")

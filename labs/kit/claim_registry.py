@@ -1,6 +1,6 @@
 """What five articles state, and what this course's records say about it.
 
-    from labs.kit.claims import Verdict, verdict
+    from labs.kit.claim_registry import Verdict, verdict
 
     @verdict("A13")                                          # in labs/claims/nb03.py
     def a13_more_gpus_shorten_an_epoch(records):
@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 
 from labs.kit import nvml
+from labs.kit.claim_records import RECORDED, keep, kept, kept_of_gpus, launches
 from labs.kit.errors import did_you_mean, require
-from labs.kit.evidence import RECORDED, keep, kept, kept_of_gpus, launches
 from labs.kit.measure import Estimate, paired_ratio
 from labs.kit.record import KINDS, Record, Records
 
@@ -158,7 +158,7 @@ def _by_id() -> dict[str, Claim]:
 
 @cache
 def _read() -> dict:
-    return tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parents[1] / "claims" / "claims.toml").read_text(encoding="utf-8"))
 
 
 # -- verdicts
@@ -284,7 +284,7 @@ INCONCLUSIVE = "inconclusive in this run: "
 """Starts the reason of a "depends" that comes from inconclusive samples, not from cases that differ."""
 
 
-def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
+def verdict_word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     """Return "holds" if every comparison is shown right, "does not hold" if every one is shown wrong, else "depends".
 
     "depends": cases differ, or the samples are inconclusive. Raises LookupError without a comparison.
@@ -294,12 +294,12 @@ def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     return "holds" if all(right) else "does not hold" if all(wrong) else "depends"
 
 
-def judged(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
-    """Return the verdict `word` with its reason. Where samples are inconclusive, the reason starts by saying so.
+def verdict_for(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
+    """Return a verdict by `verdict_word`, with its reason. Where samples are inconclusive, the reason starts by saying so.
 
     Raises LookupError without a comparison.
     """
-    found, doubt = word(right, wrong), ""
+    found, doubt = verdict_word(right, wrong), ""
     if found == "depends" and not any(right) and not any(wrong):
         doubt = INCONCLUSIVE
     elif found == "depends" and not (any(right) and any(wrong)):
@@ -311,7 +311,7 @@ def judged(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str
 
 def in_general(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
     """Judge a statement about every case: one case that is shown wrong refutes it."""
-    return judged(right, [any(wrong)] * len(wrong), because, kind)
+    return verdict_for(right, [any(wrong)] * len(wrong), because, kind)
 
 
 def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
