@@ -1,1 +1,0 @@
-"""Memory that grows from step to step: which line made it."""
