@@ -46,10 +46,8 @@ class Config:
     """Samples of a step."""
     processes: Annotated[int, Interval(ge=1, le=3)] = 1
     """New processes one after the other: the first finds an empty cache, the others a full one."""
-    seconds: Annotated[float, Interval(ge=0.1, le=60)] = 2.0
-    """Time for eager and compiled steps in turn, in s; compiling comes on top."""
-    rounds: int | None = None
-    """Pairs of steps; by default as many as fit, at least 6."""
+    rounds: Annotated[int, Ge(2)] = 60
+    """Pairs of an eager and a compiled step."""
     smoke: bool = False
     """Nothing becomes machine code (backend aot_eager), and two pairs of steps."""
 
@@ -161,7 +159,7 @@ def measured(config_json: str, device_name: str) -> None:
     largest = max(g.abs().max().item() for g in expected)
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), expected, strict=True)) / largest
     ways = {"eager": lambda: step(module), "compiled": lambda: step(compiled)}
-    seconds = measure.interleave(ways, measure.rounds_of(config), device)
+    seconds = measure.interleave(ways, 2 if config.smoke else config.rounds, device)
     threads = 0 if config.smoke else _compat.inductor_config.compile_threads
     print(json.dumps({"first_s": first_s, "threads": threads, "error": error, **seconds}))
 

@@ -36,7 +36,7 @@ def test_seconds_are_positive_and_a_fixed_number_is_an_option():
 
 def samples(**given):
     """Numbers of samples of the steps' times."""
-    found = launch("last_to_arrive", 2, oversubscribe=True, **given)
+    found = launch("slowest_rank", 2, oversubscribe=True, **given)
     return {len(r.samples) for r in found.where("step_s")}
 
 

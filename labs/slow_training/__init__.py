@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Interval
+from annotated_types import Ge, Interval
 
 from labs.kit import measure
 from labs.kit.errors import require
@@ -42,10 +42,8 @@ class Config:
     """Measurements to buy, in this order."""
     fault: str = ""
     """Your diagnosis: a fault's name, or "healthy"."""
-    seconds: Annotated[float, Interval(ge=0.1, le=60)] = 2.5
-    """Time for both trainings in turn, in s."""
-    rounds: int | None = None
-    """Rounds in turn; by default as many as fit, at least 6."""
+    rounds: Annotated[int, Ge(6)] = 18
+    """Rounds in which both trainings take two steps each."""
     smoke: bool = False
     """Four steps for each measurement, two rounds."""
 
@@ -85,7 +83,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             told = {"it_was": fault.what, "difference": faults.difference(fault)} if right else {}
             yield rank.record("right", "", float(right), fault=config.fault, **told)
             if right and fault in faults.FAULTS:
-                rounds = measure.rounds_of(config, rank.slowest)
+                rounds = 2 if config.smoke else config.rounds
                 yield rank.record("gain", "x", in_turn(sick(), make(faults.fixed()), rank, rounds), fault=fault.name)
 
 

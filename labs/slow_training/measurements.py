@@ -203,7 +203,7 @@ MEASUREMENTS: dict[str, Callable[[Make, Rank, int], Findings]] = {
 }
 
 
-def in_turn(a: Training, b: Training, rank: Rank, rounds: int | measure.Budget) -> list[float]:
+def in_turn(a: Training, b: Training, rank: Rank, rounds: int) -> list[float]:
     """a's seconds per image over b's, one ratio for each round of two steps each; the slowest rank counts."""
     for training in (a, b):
         training.go(WARM)
