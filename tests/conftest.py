@@ -24,10 +24,10 @@ from labs.kit.course import use_own_kernel
 ROOT = Path(__file__).parents[1]
 LONGEST = """test_browser test_exercises test_recipes test_explorers test_commands test_doctor_cases test_oracle
     test_doctor test_exercise_capstone test_gpu test_notebooks
-    test_rank_timeline test_doctor_trial test_doctor_counterfactuals test_fully_sharded
+    test_doctor_trial test_doctor_counterfactuals test_fully_sharded
     test_exercises_nb08 test_mixed_precision test_elastic_restart test_two_nodes
     test_copies test_smoke test_exercises_nb10 test_hangs
-    test_clinic test_communication test_code test_room_preflight 05_checkpointing 10_troubleshooting
+    test_slow_training test_communication test_code test_room_preflight 05_checkpointing 10_troubleshooting
     08_scaling_out""".split()
 """Files that take longest: side by side they start first, so that in the end no process is left alone."""
 

@@ -1,21 +1,19 @@
-"""Who may import whom: notebooks -> chapters -> experiments -> common -> kit. Imports inside functions count, too."""
+"""Who may import whom: notebooks -> exercises -> experiments -> common -> kit. Imports inside functions count, too."""
 
 import ast
-import json
 import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"chapters", "claims", "common", "exercises", "explorers", "recipes", "kit", "classroom"}
+FOLDERS = {"claims", "common", "exercises", "explorers", "recipes", "kit", "classroom"}
 # What a module may import, besides modules of its own layer. An experiment is a file or folder directly in labs/.
 BELOW = {
     "kit": set(),
     "common": {"kit"},
     "classroom": {"kit"},
     "experiment": {"classroom", "common", "kit"},
-    "chapters": {"experiment", "common", "kit"},
     "claims": {"experiment", "common", "kit"},
     "exercises": {"experiment", "common", "kit"},
     "explorers": {"experiment", "common", "kit"},
@@ -59,10 +57,6 @@ def layer(module: str, root: Path = ROOT) -> str:
     return first if (root / "labs" / first).is_dir() and first in FOLDERS else "experiment"
 
 
-def chapter(module: str) -> str:
-    return ".".join(module.split(".")[:3])
-
-
 def violations(root: Path) -> list[str]:
     """Imports that the layers forbid, as "module imports module"."""
     found = []
@@ -73,7 +67,6 @@ def violations(root: Path) -> list[str]:
             own, other = name.split(".")[1], target.split(".")[1]
             allowed &= above != "experiment" or below != "experiment" or other in {own} | BUILDING_BLOCKS
             allowed &= own not in TOOLS or other in {own, "kit"}
-            allowed &= above != "chapters" or below != "chapters" or chapter(name) == chapter(target)
             allowed = (allowed or name in COMMANDS) and target not in COMMANDS
             found += [] if allowed else [f"{name} imports {target}"]
     return found
@@ -97,13 +90,6 @@ def misplaced(root: Path) -> list[str]:
     return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS and not (p / "__main__.py").is_file()]
 
 
-def imported_by_cells(path: Path) -> set[str]:
-    """Modules of labs that a notebook's code cells name in imports."""
-    cells = json.loads(path.read_text("utf-8"))["cells"]
-    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
-    return set(re.findall(r"^(?:from|import) (labs[\w.]*)", code, re.M))
-
-
 def test_layers_are_kept():
     assert any(layer(name) == "experiment" for name in graph(ROOT))
     assert violations(ROOT) == []
@@ -111,12 +97,6 @@ def test_layers_are_kept():
 
 def test_directly_in_labs_is_only_what_can_be_run():
     assert misplaced(ROOT) == []
-
-
-def test_a_notebook_shows_its_own_chapter_and_no_other():
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        chapters = {m for m in imported_by_cells(path) if m.startswith("labs.chapters.")}
-        assert {chapter(m) for m in chapters} <= {f"labs.chapters.nb{path.name[:2]}"}, path.name
 
 
 def test_no_modules_import_each_other_in_a_circle():

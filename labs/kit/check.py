@@ -340,16 +340,14 @@ def exercise_ids() -> list[str]:
     """Return the ids of all exercises of the course, in order."""
     labs = Path(__file__).parents[1]
     names = [f"labs.exercises.{p.stem}" for p in sorted((labs / "exercises").glob("nb*.py"))]
-    names += [f"labs.chapters.{p.parent.name}.exercises" for p in sorted((labs / "chapters").glob("nb*/exercises.py"))]
     return sorted(i for name in names for i in importlib.import_module(name).EXERCISES)
 
 
 def get_exercise(exercise_id: str) -> Exercise:
     """Return the exercise with this id, for example "03.1". BadInput lists the valid ids."""
     notebook = str(exercise_id).partition(".")[0]
-    for name in (f"labs.exercises.nb{notebook}", f"labs.chapters.nb{notebook}.exercises"):
-        with contextlib.suppress(ModuleNotFoundError, KeyError):
-            return importlib.import_module(name).EXERCISES[exercise_id]
+    with contextlib.suppress(ModuleNotFoundError, KeyError):
+        return importlib.import_module(f"labs.exercises.nb{notebook}").EXERCISES[exercise_id]
     raise BadInput(f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}")
 
 

@@ -100,7 +100,7 @@ def verdict(claim_id: str) -> Callable[[Judge], Judge]:
         known = _by_id().get(claim_id)
         if known is None:
             raise ValueError(f"there is no claim {claim_id!r} in claims.toml")
-        module = re.match(r"labs\.(?:chapters|claims)\.(nb\d\d)\b", judge.__module__)
+        module = re.match(r"labs\.claims\.(nb\d\d)\b", judge.__module__)
         if module and module[1] != f"nb{known.notebook}":
             raise ValueError(f"claims.toml puts {claim_id} into notebook {known.notebook}, not into {module[1]}")
         other = _judges.get(claim_id)
@@ -117,11 +117,9 @@ def _place(judge: Judge) -> str:
 
 
 def judge_of(claim: Claim) -> Judge | None:
-    """Return a claim's registered function; imports labs.claims.nbNN or labs.chapters.nbNN.claims if needed."""
-    for package, name in (("labs.claims", f"nb{claim.notebook}"), (f"labs.chapters.nb{claim.notebook}", "claims")):
-        if importlib.util.find_spec(package) and importlib.util.find_spec(f"{package}.{name}"):
-            importlib.import_module(f"{package}.{name}")
-            break
+    """Return a claim's registered function; imports labs.claims.nbNN if needed. None if the claim has none."""
+    if importlib.util.find_spec(f"labs.claims.nb{claim.notebook}"):
+        importlib.import_module(f"labs.claims.nb{claim.notebook}")
     return _judges.get(claim.id)
 
 
@@ -295,7 +293,7 @@ def verdict_word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
 
 
 def verdict_for(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
-    """Return a verdict by `verdict_word`, with its reason. Where samples are inconclusive, the reason starts by saying so.
+    """Return a verdict by `verdict_word`, with its reason. Where samples are inconclusive, the reason says so first.
 
     Raises LookupError without a comparison.
     """

@@ -62,10 +62,8 @@ def modules_behind(path: Path) -> set[str]:
         re.sub(r"^[%!].*$", "", _text(c["source"]), flags=re.M) for c in cells if c["cell_type"] == "code"
     )
     number = path.name[:2]
-    own = {f"labs.chapters.nb{number}.{kind}" for kind in ("exercises", "solutions", "claims", "figures")}
-    own |= {f"labs.exercises.nb{number}", f"labs.claims.nb{number}"}
+    own = {f"labs.exercises.nb{number}", f"labs.claims.nb{number}"}
     if "labs.claims" in source:  # it finds the judges of all notebooks by name
-        own |= {f"labs.chapters.{p.parent.name}.claims" for p in (ROOT / "labs" / "chapters").glob("nb??/claims.py")}
         own |= {f"labs.claims.{p.stem}" for p in (ROOT / "labs" / "claims").glob("nb*.py")}
     todo, found = {*_uses(source, ""), *(m for m in own if _module_file(m))}, set()
     while todo:

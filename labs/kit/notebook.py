@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from IPython.display import display
 
-from labs.kit import claim_records, measure, plot, record
+from labs.kit import claim_records, hardware, measure, plot, record
 from labs.kit import launch as _launch
 from labs.kit.check import check, predict, show_solution
 from labs.kit.code import show_code, show_diff
@@ -120,7 +120,18 @@ def run_on_ranks(function: Callable[..., Any], nproc: int | None = None, *args: 
 
     Ranks get devices as in `launch`. A rank on a CPU core sees no GPU.
     """
-    return _launch.run_on_ranks(function, _ranks(nproc), *args, device="auto")
+    ranks = _ranks(nproc)
+    device = hardware.place(ranks, "auto", True)[0].kind
+    return FromRanks(_launch.run_on_ranks(function, ranks, *args, device="auto"), ranks, device)
+
+
+class FromRanks(list):
+    """What a function returned on each rank. `show_figure` takes it, and names the machine."""
+
+    def __init__(self, returned: Iterable[Any], nproc: int, device: str) -> None:
+        super().__init__(returned)
+        layout = {"world_size": nproc, "device": device}
+        self.origin = record.attach_provenance([record.Record("run_on_ranks", "runs", "1", (1.0,), layout=layout)])
 
 
 def _ranks(nproc: int | None) -> int:
@@ -151,7 +162,7 @@ def compare(a: Sequence[float], b: Sequence[float]) -> measure.Estimate:
     return measure.paired_ratio(list(a), list(b))
 
 
-def show_figure(fig: Any, *results: record.Records | pd.DataFrame | pd.Series, alt: str) -> None:
+def show_figure(fig: Any, *results: record.Records | FromRanks | pd.DataFrame | pd.Series, alt: str) -> None:
     """Display `fig` with alternative text `alt`, and below it where the numbers of `results` come from.
 
     A pandas table holds what the notebook itself measured. Without results, the line says that this course modelled
@@ -167,6 +178,7 @@ def show_figure(fig: Any, *results: record.Records | pd.DataFrame | pd.Series, a
     own = record.Record("notebook", "own", "", (0.0,))
     tables = any(isinstance(each, pd.DataFrame | pd.Series) for each in results)
     shown = [r for each in results if isinstance(each, record.Records) for r in each]
+    shown += [r for each in results if isinstance(each, FromRanks) for r in each.origin]
     shown += record.attach_provenance([own]) if tables else []
     line = record.provenance_line(shown) if shown else "modelled by this course"
     fig._course_records, fig._course_caption = [], line

@@ -1,4 +1,4 @@
-"""python -m labs.memory_timeline"""
+"""python -m labs.slow_training"""
 
 from labs.kit import cli
 

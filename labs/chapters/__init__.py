@@ -1,1 +1,0 @@
-"""What each notebook shows: its figures, claims, exercises with their checks, and solutions."""

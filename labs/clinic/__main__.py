@@ -1,5 +1,0 @@
-"""python -m labs.clinic"""
-
-from labs.clinic import main
-
-main()

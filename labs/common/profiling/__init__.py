@@ -1,1 +1,0 @@
-"""What a profiler's trace says of training steps."""

@@ -1,1 +1,0 @@
-"""Memory that grows from step to step, and the line that allocated it."""

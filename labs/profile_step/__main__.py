@@ -1,5 +1,0 @@
-"""python -m labs.profile_step"""
-
-from labs.kit import cli
-
-cli.main()
