@@ -67,8 +67,8 @@ class Effect:
 
     def after_backward(self, roots: Any) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
-        for key, optimizer in list(self.scene.optimizers.items()):
-            if looks_at(self.scene.steps_of[key] + 1) and _gradients(optimizer):
+        for key, steps in self.scene.steps_of.items():
+            if looks_at(steps + 1) and (optimizer := self.scene.optimizers.get(key)) and _gradients(optimizer):
                 self.had.add(key)
 
     def before_step(self, optimizer: Any, number: int) -> None:
