@@ -359,7 +359,10 @@ class Hooks:
         return [_compat.times_written(t) for t in self._leaves(batch)]
 
     def _leaves(self, tree: Any) -> list[Any]:
-        return [leaf for leaf in _compat.tree_leaves(tree) if isinstance(leaf, self.torch.Tensor)]
+        if type(tree) in (list, tuple):
+            return [leaf for branch in tree for leaf in self._leaves(branch)]
+        leaves = [tree] if isinstance(tree, self.torch.Tensor) else _compat.tree_leaves(tree)
+        return [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
 
     def last_batch(self) -> Any:
         """Of the training, as the DataLoader gave it; None if there is none."""
@@ -377,9 +380,10 @@ class Hooks:
             return
         self._fetched = []
         mine = [one for one in fetched if one not in self.evaluating] or fetched[-1:]
-        if mine:
+        if any(one not in self.training for one in mine):
             self.training.update(mine)
             self.evaluating -= self.training
+        if mine:
             self.loader = mine[-1]
 
     # Modules
@@ -599,7 +603,9 @@ def length(batch: Any, tensor: type) -> int:
 
 def _new_containers(batch: Any) -> Any:
     """The same tensors in new lists and dicts: a script may take things out of these."""
-    return _compat.tree_map(lambda leaf: leaf, batch)
+    if type(batch) in (list, tuple):  # which pytree takes longer for
+        return type(batch)(map(_new_containers, batch))
+    return batch if hasattr(batch, "data_ptr") else _compat.tree_map(lambda leaf: leaf, batch)
 
 
 def _callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:

@@ -72,12 +72,13 @@ class ScriptProcess:
     def watch(self) -> None:
         """From the moment that the script has torch."""
         # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
+        from labs.doctor import usage
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
         from labs.doctor.schedule import plan
 
-        settings = self.settings
+        settings, self.of_process = self.settings, usage
         self.hooks = Hooks(os.path.dirname(os.path.realpath(settings.argv[0])), self.stepped)
         self.hooks.probes = Probes(self.hooks.folder, scratch=settings.folder)
         self.hooks.probes.install()  # before the hooks, which wrap what it replaces
@@ -87,14 +88,12 @@ class ScriptProcess:
 
     def stepped(self, spans: dict[str, float]) -> None:
         """At the end of each step, within the script."""
-        from labs.doctor.usage import Usage, note_memory
-
         profile = self.profile
         profile.steps += 1
         self.progress[:] = b"%12d" % profile.steps
         before = profile.stage
         if profile.stage == "as it is":
-            note_memory(self.hooks, profile)
+            self.of_process.note_memory(self.hooks, profile)
         try:
             self.plan.send(spans)
         except StopIteration:
@@ -105,7 +104,7 @@ class ScriptProcess:
             raise Enough from None
         if profile.stage != before:
             if profile.stage == "as it is":
-                self.usage = Usage(self.hooks, profile)
+                self.usage = self.of_process.Usage(self.hooks, profile)
                 profile.training["group"] = group()
             elif self.usage:
                 self.usage.stop()

@@ -111,7 +111,7 @@ class Replicas:
 
     def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> None:
         """See whether a model is called past the DDP that holds it."""
-        if not training or again:
+        if not training or again or self.scene.step > AT[-1]:
             return
         self.forward_at = self.scene.line()
         inner = {id(m.module) for m in self.wrapped()}
@@ -121,6 +121,8 @@ class Replicas:
 
     def before_backward(self, roots: Any) -> None:
         """Count passes in which DDP exchanges gradients."""
+        if self.scene.step > AT[-1]:
+            return
         wrapped = self.wrapped()
         self.backwards += 1
         self.synced += any(m.require_backward_grad_sync for m in wrapped)

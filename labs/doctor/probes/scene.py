@@ -88,8 +88,12 @@ class Scene:
 
     def line(self, frame: types.FrameType | None = None) -> tuple[str, int]:
         """Return file and line of the nearest frame of the script's own; ("", 0) without one."""
-        found = next(self.frames(frame or sys._getframe(1)), None)
-        return (found.f_code.co_filename, found.f_lineno) if found is not None else ("", 0)
+        frame = frame or sys._getframe(1)
+        while frame is not None:  # no generator: it is called in each step
+            if self.owns(frame.f_code.co_filename):
+                return frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
+        return "", 0
 
     def sources(self) -> list[str]:
         """Return the script's own source files that have been loaded."""
