@@ -307,7 +307,7 @@ def verdict_word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
 
 
 def verdict_for(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
-    """Return a verdict by `verdict_word`, with its reason. Where samples are inconclusive, the reason starts by saying so.
+    """Return a verdict by `verdict_word`. Where samples are inconclusive, the reason starts by saying so.
 
     Raises LookupError without a comparison.
     """
