@@ -46,7 +46,8 @@ class Data:
         self.current = self.last = self.rewound = 0
         self.latest: Any = None
         """The loader iterated last, alive until what it delivered has been counted."""
-        self.epochs: dict[int, dict[str, Any]] = {}
+        self.epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        """Of each DistributedSampler that shuffles: epoch and step when a pass over it began."""
         self.inputs: list[tuple[int, int]] = []
         self.input_at = ("", 0)
         self.parallel = ""
@@ -60,32 +61,20 @@ class Data:
         """Before any loader starts its workers: they inherit what is replaced here."""
         from torch.utils.data import DistributedSampler
 
-        self.scene.replace(_compat.LoaderIterator, "__init__", self._making)
+        self.scene.listen(_compat.LoaderIterator, "__init__", self._making)
         self.scene.replace(_compat.LoaderIterator, "__next__", self._next)
-        self.scene.replace(DistributedSampler, "__iter__", self._sampling)
-        self.scene.replace(DistributedSampler, "__init__", self._sharing)
+        self.scene.listen(DistributedSampler, "__iter__", self._sampling)
+        self.scene.listen(DistributedSampler, "__init__", after=self._sharing)
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             self.scene.replace(getattr(_compat.fetchers, name), "fetch", self._fetching)
 
     # In the script's process
 
-    def _making(self, original: Any) -> Any:
-        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            if not self.scene.away():
-                self.current, self.latest = self.current + 1, loader
-                self.numbers[iterator] = self.current
-                line = self.scene.line()
-                self.loaders[self.current] = {
-                    "loader": weakref.ref(loader),
-                    "training": 0,
-                    "n": 0,
-                    "at": line,
-                    "last": -1,
-                    "rewound": self.rewound,
-                }
-            original(iterator, loader, *args, **kwargs)
-
-        return init
+    def _making(self, iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        self.current, self.latest = self.current + 1, loader
+        self.numbers[iterator] = self.current
+        of = {"loader": weakref.ref(loader), "training": 0, "n": 0, "at": self.scene.line(), "last": -1}
+        self.loaders[self.current] = of | {"rewound": self.rewound}
 
     def _next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
@@ -113,21 +102,12 @@ class Data:
         loaders = [of["loader"]() for of in self.loaders.values() if of["training"]]
         return any(type(getattr(one, "sampler", None)).__name__ == "DistributedSampler" for one in loaders)
 
-    def _sharing(self, original: Any) -> Any:
-        def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
-            original(sampler, *args, **kwargs)
-            self.samplers[sampler] = self.scene.line()
+    def _sharing(self, _: Any, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        self.samplers[sampler] = self.scene.line()
 
-        return init
-
-    def _sampling(self, original: Any) -> Any:
-        def iterate(sampler: Any) -> Any:
-            if not self.scene.away() and sampler.shuffle:
-                of = self.epochs.setdefault(id(sampler), {"ref": weakref.ref(sampler), "epochs": []})
-                of["epochs"].append((sampler.epoch, self.scene.step))
-            return original(sampler)
-
-        return iterate
+    def _sampling(self, sampler: Any) -> None:
+        if sampler.shuffle:
+            self.epochs.setdefault(sampler, []).append((sampler.epoch, self.scene.step))
 
     def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> None:
         """Take a digest of what a model is given in the first steps."""
@@ -238,10 +218,12 @@ class Data:
 
     def _same_epoch(self) -> Iterator[dict[str, Any]]:
         for loader, of in {id(of["loader"]()): (of["loader"](), of) for of in self.loaders.values()}.values():
-            seen = self.epochs.get(id(getattr(loader, "sampler", None)))
-            if seen is None or not self.training(loader):
+            sampler = getattr(loader, "sampler", None)
+            passes = (
+                list(pairwise(self.epochs.get(sampler, []))) if type(sampler).__name__ == "DistributedSampler" else []
+            )
+            if not self.training(loader):
                 continue
-            passes = list(pairwise(seen["epochs"]))
             if passes and all(a[0] == b[0] and a[1] < b[1] for a, b in passes):
                 title = f"Each epoch has the same order: {len(passes) + 1} passes over the DistributedSampler had "
                 title += f"epoch {passes[0][0][0]}"

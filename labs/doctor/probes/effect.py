@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import linecache
 import re
@@ -58,27 +59,18 @@ class Effect:
 
     def install(self) -> None:
         """Note which lines put a module into 16 bits, and which modules get weights from elsewhere."""
-        self.scene.replace(self.scene.torch.nn.Module, "load_state_dict", self._loading)
+        self.scene.listen(self.scene.torch.nn.Module, "load_state_dict", self._loading)
         for name in ("to", "half", "bfloat16"):
-            self.scene.replace(self.scene.torch.nn.Module, name, self._casting)
+            self.scene.listen(self.scene.torch.nn.Module, name, functools.partial(self._casting, name))
 
-    def _loading(self, original: Any) -> Any:
-        def load(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.scene.step:
-                self.loaded.add(module)
-            return original(module, *args, **kwargs)
+    def _loading(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.scene.step:
+            self.loaded.add(module)
 
-        return load
-
-    def _casting(self, original: Any) -> Any:
+    def _casting(self, name: str, module: Any, *args: Any, **kwargs: Any) -> None:
         half = self.scene.torch.bfloat16, self.scene.torch.float16
-
-        def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if original.__name__ != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
-                self.casts.append((weakref.ref(module), self.scene.line()))
-            return original(module, *args, **kwargs)
-
-        return cast
+        if name != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
+            self.casts.append((weakref.ref(module), self.scene.line()))
 
     def before_backward(self, roots: Any) -> None:
         """Find the parameter that is nearest to the loss."""

@@ -297,18 +297,11 @@ class Warnings:
 
     def install(self) -> None:
         """Take part in how warnings are shown."""
-        self.scene.replace(warnings, "showwarning", self._showing)
+        self.scene.listen(warnings, "showwarning", self._showing)
 
-    def _showing(self, original: Any) -> Any:
-        def show(message: Any, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> Any:
-            if not self.scene.away() and len(self.seen) < 50:
-                self._note(str(message), filename, sys._getframe(1))
-            return original(message, category, filename, lineno, *args, **kwargs)
-
-        return show
-
-    def _note(self, message: str, filename: str, frame: Any) -> None:
-        if "Triggered internally" not in message and not self._by_torch(filename, frame):
+    def _showing(self, warning: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+        message, frame = str(warning), sys._getframe(3)  # below are `listen` and `guarded`
+        if len(self.seen) == 50 or ("Triggered internally" not in message and not self._by_torch(filename, frame)):
             return
         text = " ".join(message.partition("(Triggered internally")[0].split())
         place = self.scene.line(frame)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -54,43 +55,24 @@ class Replicas:
 
     def install(self) -> None:
         """See which models are wrapped, and what the script itself sends."""
-        dist = self.scene.torch.distributed
-        self.scene.replace(self.scene.torch.autograd, "grad", self._grading)
-        self.scene.replace(self.scene.torch.nn.parallel.DistributedDataParallel, "__init__", self._wrapping)
-        if dist.is_available():
-            for name in (*EXCHANGES, *POINT_TO_POINT):
-                if hasattr(dist, name):
-                    self.scene.replace(dist, name, self._sending)
+        torch, dist = self.scene.torch, self.scene.torch.distributed
+        self.scene.listen(torch.autograd, "grad", self._grading)
+        ddp = torch.nn.parallel.DistributedDataParallel
+        self.scene.listen(ddp, "__init__", after=lambda _, ddp, *args, **kwargs: self.ddp.append(weakref.ref(ddp)))
+        for name in (*EXCHANGES, *POINT_TO_POINT):
+            if hasattr(dist, name):
+                self.scene.listen(dist, name, functools.partial(self._sending, name))
 
-    def _wrapping(self, original: Any) -> Any:
-        def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            original(ddp, *args, **kwargs)
-            self.ddp.append(weakref.ref(ddp))
+    def _grading(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        if self.ddp and not self.grad_at[0]:
+            given = {id(i) for i in (inputs if isinstance(inputs, list | tuple) else [inputs])}
+            if any(id(p) in given for m in self.wrapped() for p in m.parameters()):
+                self.grad_at = self.scene.line()
 
-        return init
-
-    def _grading(self, original: Any) -> Any:
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ddp and not self.grad_at[0] and not self.scene.away():
-                given = {id(i) for i in (inputs if isinstance(inputs, list | tuple) else [inputs])}
-                if any(id(p) in given for m in self.wrapped() for p in m.parameters()):
-                    self.grad_at = self.scene.line()
-            return original(outputs, inputs, *args, **kwargs)
-
-        return grad
-
-    def _sending(self, original: Any) -> Any:
-        name = original.__name__
-
-        def send(*args: Any, **kwargs: Any) -> Any:
-            if self.scene.step and not self.scene.away():
-                self._note(name, [*args, *kwargs.values()])
-            return original(*args, **kwargs)
-
-        return send
-
-    def _note(self, name: str, given: list[Any]) -> None:
-        self.any = True
+    def _sending(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if not self.scene.step:
+            return
+        given, self.any = [*args, *kwargs.values()], True
         self.point_to_point = self.point_to_point or name in POINT_TO_POINT
         tensors = [t for a in given for t in (a if isinstance(a, list) else [a]) if hasattr(t, "numel")]
         parameters = self.scene.parameters()

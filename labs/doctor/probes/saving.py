@@ -41,38 +41,29 @@ class Saving:
     def install(self) -> None:
         """Replace torch.save and both ends of a state dict."""
         torch = self.scene.torch
-        self.scene.replace(torch, "save", self._saving)
-        self.scene.replace(torch.nn.Module, "state_dict", self._taking)
-        self.scene.replace(torch.nn.Module, "load_state_dict", self._loading)
+        self.scene.listen(torch, "save", self._saving)
+        self.scene.listen(torch.nn.Module, "state_dict", after=self._taking)
+        self.scene.listen(torch.nn.Module, "load_state_dict", self._loading)
 
     # Aliases
 
-    def _taking(self, original: Any) -> Any:
-        def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            state = original(module, *args, **kwargs)
-            if not args and "destination" not in kwargs and not self.scene.away() and hasattr(state, "_metadata"):
-                line = self.scene.line()
-                self.taken[id(state)] = {"ref": weakref.ref(state), "step": self.scene.step, "at": line, "used": False}
-            return state
-
-        return state_dict
+    def _taking(self, state: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if not args and "destination" not in kwargs and hasattr(state, "_metadata"):
+            line = self.scene.line()
+            self.taken[id(state)] = {"ref": weakref.ref(state), "step": self.scene.step, "at": line, "used": False}
 
     def _record(self, state: Any) -> dict[str, Any] | None:
         of = self.taken.get(id(state))
         return of if of is not None and of["ref"]() is state else None
 
-    def _loading(self, original: Any) -> Any:
-        def load(module: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            of = None if self.scene.away() else self._record(state)
-            if of is not None and of["step"] == self.scene.step:
-                of["used"] = True
-            elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
-                own = _pointers(module.parameters(), self.scene.torch)
-                if own and own <= _pointers(state.values(), self.scene.torch):
-                    self._alias("The state dict that is loaded here", of["at"], of["step"])
-            return original(module, state, *args, **kwargs)
-
-        return load
+    def _loading(self, module: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        of = self._record(state)
+        if of is not None and of["step"] == self.scene.step:
+            of["used"] = True
+        elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
+            own = _pointers(module.parameters(), self.scene.torch)
+            if own and own <= _pointers(state.values(), self.scene.torch):
+                self._alias("The state dict that is loaded here", of["at"], of["step"])
 
     def _live(self) -> set[int]:
         return _pointers(self.scene.parameters(), self.scene.torch)
@@ -119,15 +110,7 @@ class Saving:
 
     # Checkpoints
 
-    def _saving(self, original: Any) -> Any:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.scene.away():
-                self._look_into(obj)
-            return original(obj, f, *args, **kwargs)
-
-        return save
-
-    def _look_into(self, obj: Any) -> None:
+    def _saving(self, obj: Any, *args: Any, **kwargs: Any) -> None:
         recent = {key for step, key in self.steps if step > self.scene.step - RECENT}
         of = self.saves.setdefault(
             self.scene.step, {"kinds": [], "at": self.scene.line(), "optimizers": len(recent), "held": []}
