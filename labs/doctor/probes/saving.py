@@ -16,6 +16,8 @@ from labs.doctor.probes.schedules import Schedules, optimizer_of
 
 NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
 PLACE_IN_TRAINING = re.compile(r"epoch|step|iter", re.I)
+AVERAGES = re.compile(r"(?<![a-z])(ema|swa|shadow|averaged?|avg)(?![a-z])", re.I)
+"""Names of weights that are averaged over steps."""
 RESUMES = re.compile(r"torch\.load\(")
 WINDS_FORWARD = re.compile(r"last_epoch\s*=|for .*range\(.*:\s*\n?\s*\w*sched\w*\.step\(")
 MOST_SAVES, RECENT, MOST_HELD = 3, 20, 3_000
@@ -146,6 +148,14 @@ class Saving:
                 if statistics is not None and id(module) not in norms and id(module.weight) in trained:
                     norms.add(id(module))
                     needed.append((f"{name}.running_mean".removeprefix("module."), statistics))
+        shapes = {tuple(p.shape) for p in trained.values()}
+        for frame in scene.frames():
+            for name, value in scene.objects(frame.f_locals.items()):
+                if AVERAGES.search(name) and isinstance(value, torch.nn.Module | dict):
+                    of = value.parameters() if isinstance(value, torch.nn.Module) else value.values()
+                    of = [t for t in of if isinstance(t, torch.Tensor) and id(t) not in trained]
+                    needed += [(name, t) for t in of if tuple(t.shape) in shapes]
+        needed = list({id(t): (name, t) for name, t in needed}.values())
         pointers = _pointers(held, torch)
         rest = Counter(tuple(t.shape) for t in held)
         missing = []
@@ -153,7 +163,7 @@ class Saving:
             rest[tuple(tensor.shape)] -= 1
             if not _pointers([tensor], torch) <= pointers:
                 missing.append((name, tuple(tensor.shape)))
-        return [name for name, shape in missing if rest[shape] < 0]  # else one may be a copy of it
+        return list(dict.fromkeys(n for n, shape in missing if rest[shape] < 0))  # else one may be a copy of it
 
     def _kind(self, key: Any, value: Any, depth: int) -> str | None:
         torch = self.scene.torch
@@ -264,16 +274,12 @@ def _restored(file: str, name: str) -> bool:
         if isinstance(c, ast.Compare) and isinstance(c.ops[0], ast.Lt | ast.Gt | ast.LtE | ast.GtE)
         for n in ast.walk(test)
     ]
+    loads = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "load_state_dict"]
+    back = {ast.unparse(c.func.value) for c in loads if c.args and name_in(c.args[0]) == name.rpartition(".")[2]}
     for node, value in assignments(file, name):
-        text = ast.unparse(value)
-        if not text.endswith(".state_dict()"):
-            continue
-        loads = [
-            c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "load_state_dict"
-        ]
-        back = [c for c in loads if c.args and name_in(c.args[0]) == name.rpartition(".")[2]]
-        if any(ast.unparse(c.func.value) == text.removesuffix(".state_dict()") for c in back):
+        calls = [c for c in ast.walk(value) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "state_dict"]
+        if calls and (node in inside and "torch.save" not in function_text(file, node.lineno)):
             return True
-        if node in inside and "torch.save" not in function_text(file, node.lineno):
+        if any(ast.unparse(c.func.value) in back for c in calls):
             return True
     return False
