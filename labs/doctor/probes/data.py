@@ -24,14 +24,15 @@ from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import WARM_UP, Scene, assignments, name_in, parsed, some, tensors_in
 from labs.kit import _compat
 
-LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.5, 60, 8
+LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.2, 60, 8
 FEWEST_BATCHES = 16
 """Of each worker in the second half of the looks: a worker that has just begun grows for other reasons."""
 LEAK_MB, HALF = 8.0, 0.45
 """Growth of a worker in the second half of the looks: in MB, and as a share of its growth after the first quarter."""
 MANY_OBJECTS = 50_000
 DRAWS = frozenset("randint randperm permutation choice choices sample integers multinomial shuffle randrange".split())
-WRITES = (3, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
+ADDS = ("append", "extend", "add", "setdefault", "update")
+WRITES = (3, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Batches of a worker after which it leaves what it knows."""
 
 
@@ -46,7 +47,8 @@ class Data:
         self.current = self.last = self.rewound = 0
         self.latest: Any = None
         """The loader iterated last, alive until what it delivered has been counted."""
-        self.epochs: dict[int, dict[str, Any]] = {}
+        self.epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        """Of each DistributedSampler that shuffles: epoch and step when a pass over it began."""
         self.inputs: list[tuple[int, int]] = []
         self.input_at = ("", 0)
         self.parallel = ""
@@ -60,32 +62,20 @@ class Data:
         """Before any loader starts its workers: they inherit what is replaced here."""
         from torch.utils.data import DistributedSampler
 
-        self.scene.replace(_compat.LoaderIterator, "__init__", self._making)
+        self.scene.listen(_compat.LoaderIterator, "__init__", self._making)
         self.scene.replace(_compat.LoaderIterator, "__next__", self._next)
-        self.scene.replace(DistributedSampler, "__iter__", self._sampling)
-        self.scene.replace(DistributedSampler, "__init__", self._sharing)
+        self.scene.listen(DistributedSampler, "__iter__", self._sampling)
+        self.scene.listen(DistributedSampler, "__init__", after=self._sharing)
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             self.scene.replace(getattr(_compat.fetchers, name), "fetch", self._fetching)
 
     # In the script's process
 
-    def _making(self, original: Any) -> Any:
-        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            if not self.scene.away():
-                self.current, self.latest = self.current + 1, loader
-                self.numbers[iterator] = self.current
-                line = self.scene.line()
-                self.loaders[self.current] = {
-                    "loader": weakref.ref(loader),
-                    "training": 0,
-                    "n": 0,
-                    "at": line,
-                    "last": -1,
-                    "rewound": self.rewound,
-                }
-            original(iterator, loader, *args, **kwargs)
-
-        return init
+    def _making(self, iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        self.current, self.latest = self.current + 1, loader
+        self.numbers[iterator] = self.current
+        of = {"loader": weakref.ref(loader), "training": 0, "n": 0, "at": self.scene.line(), "last": -1}
+        self.loaders[self.current] = of | {"rewound": self.rewound}
 
     def _next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
@@ -113,21 +103,12 @@ class Data:
         loaders = [of["loader"]() for of in self.loaders.values() if of["training"]]
         return any(type(getattr(one, "sampler", None)).__name__ == "DistributedSampler" for one in loaders)
 
-    def _sharing(self, original: Any) -> Any:
-        def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
-            original(sampler, *args, **kwargs)
-            self.samplers[sampler] = self.scene.line()
+    def _sharing(self, _: Any, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        self.samplers[sampler] = self.scene.line()
 
-        return init
-
-    def _sampling(self, original: Any) -> Any:
-        def iterate(sampler: Any) -> Any:
-            if not self.scene.away() and sampler.shuffle:
-                of = self.epochs.setdefault(id(sampler), {"ref": weakref.ref(sampler), "epochs": []})
-                of["epochs"].append((sampler.epoch, self.scene.step))
-            return original(sampler)
-
-        return iterate
+    def _sampling(self, sampler: Any) -> None:
+        if sampler.shuffle:
+            self.epochs.setdefault(sampler, []).append((sampler.epoch, self.scene.step))
 
     def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> None:
         """Take a digest of what a model is given in the first steps."""
@@ -159,6 +140,8 @@ class Data:
                     self.looks.append((of["n"], sizes))
                 else:
                     self.looks = [(of["n"], sizes)] if sizes else []
+                if len(self.looks) % 10 == 9:
+                    self.scene.keep()
                 return
 
     # In a worker
@@ -169,7 +152,7 @@ class Data:
                 return original(fetcher, index)
             mine = self.worker
             if not mine:
-                mine |= {"number": self.current, "pid": os.getpid(), "fetched": 0, "batches": []}
+                mine |= {"number": self.current, "pid": os.getpid(), "fetched": 0, "batches": [], "history": []}
                 with suppress(Exception):
                     mine["before"], mine["sizes"] = _random_states(fetcher.dataset), [_sizes(fetcher.dataset)]
             batch = original(fetcher, index)
@@ -188,6 +171,7 @@ class Data:
         if "after" not in mine:
             mine["after"] = _random_states(dataset)
         mine["sizes"] = [mine["sizes"][0], _sizes(dataset)]
+        mine["history"].append((mine["fetched"], mine["sizes"][1]))
         info = self.scene.torch.utils.data.get_worker_info()
         part = os.path.join(self.scene.scratch, f"worker-{os.getpid()}.part")
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -199,23 +183,25 @@ class Data:
 
     def findings(self) -> list[dict[str, Any]]:
         """Return what loaders, samplers and workers show, and the digests of this rank's inputs."""
-        left: list[dict[str, Any]] = []
-        for path in Path(self.scene.scratch).glob("worker-*.json"):
-            with suppress(OSError, ValueError):
-                row = json.loads(path.read_text())
-                if row["number"] in self.loaders:
-                    left.append(row)
+        rows = [json.loads(path.read_text()) for path in Path(self.scene.scratch).glob("worker-*.json")]
+        left = [row for row in rows if row["number"] in self.loaders]
         out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
         if len(self.inputs) >= 3:
             digests = [digest for _, digest in self.inputs]
             drawn = any(of["training"] for of in self.loaders.values()) or self._draws_rows()
-            row = {"kind": self.parallel, "digests": digests, "place": list(self._place()), "sampler": self._share()}
+            of = next((of for of in self.loaders.values() if of["training"]), {"at": self.input_at})
+            dataset = getattr(of["loader"]() if "loader" in of else None, "dataset", None)
+            row = {"kind": self.parallel, "digests": digests, "place": of["at"], "sampler": self._share()}
+            if (place := self._stream(dataset)) is not None:
+                row |= {"place": place, "stream": type(dataset).__name__}
             out += [{"probe": "_inputs", **row}] if drawn else []  # else made-up data, as of a benchmark
         return out
 
-    def _place(self) -> tuple[str, int]:
-        """Return the line that takes the training's batches, else the one that calls the model."""
-        return next((of["at"] for of in self.loaders.values() if of["training"]), self.input_at)
+    def _stream(self, dataset: Any) -> tuple[str, int] | None:
+        """Return the line of the __iter__ of a stream of the script's own."""
+        code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
+        stream = isinstance(dataset, self.scene.torch.utils.data.IterableDataset) and code is not None
+        return (code.co_filename, code.co_firstlineno) if stream and self.scene.owns(code.co_filename) else None
 
     def _share(self) -> list[Any] | None:
         """Return rank and line of the sampler that shares the training's data out."""
@@ -238,10 +224,12 @@ class Data:
 
     def _same_epoch(self) -> Iterator[dict[str, Any]]:
         for loader, of in {id(of["loader"]()): (of["loader"](), of) for of in self.loaders.values()}.values():
-            seen = self.epochs.get(id(getattr(loader, "sampler", None)))
-            if seen is None or not self.training(loader):
+            sampler = getattr(loader, "sampler", None)
+            passes = (
+                list(pairwise(self.epochs.get(sampler, []))) if type(sampler).__name__ == "DistributedSampler" else []
+            )
+            if not self.training(loader):
                 continue
-            passes = list(pairwise(seen["epochs"]))
             if passes and all(a[0] == b[0] and a[1] < b[1] for a, b in passes):
                 title = f"Each epoch has the same order: {len(passes) + 1} passes over the DistributedSampler had "
                 title += f"epoch {passes[0][0][0]}"
@@ -255,22 +243,16 @@ class Data:
             if loader is None:
                 continue
             mates = [r for r in left if r["number"] == one["number"] and r["worker"] > one["worker"]]
-            earlier = [
-                r
-                for r in left
-                if r["number"] < one["number"]
-                and r["worker"] == one["worker"]
-                and self.loaders[r["number"]]["rewound"] == of["rewound"]
-                and self.loaders[r["number"]]["loader"]() is loader
-            ]
+            before = [n for n, o in self.loaders.items() if n < one["number"] and o["loader"]() is loader]
+            before = [n for n in before if self.loaders[n]["rewound"] == of["rewound"]]
+            earlier = [r for r in left if r["number"] in before and r["worker"] == one["worker"]]
             iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
             same = [r for r in mates if r["batches"] == one["batches"] and len(set(r["batches"])) > 1]
             if same and iterable and "data" not in told:
                 told.add("data")
                 title = f"The {loader.num_workers} workers yield the same samples: the data comes {len(same) + 1} times"
                 fix = "Share the samples out in __iter__, by torch.utils.data.get_worker_info()"
-                code = getattr(type(loader.dataset).__iter__, "__code__", None)
-                place = (code.co_filename, code.co_firstlineno) if code else of["at"]
+                place = self._stream(loader.dataset) or of["at"]
                 yield found("data", title, place, fix, {"workers": len(same) + 1})
             for others, when in ((mates, "in all workers"), (earlier, "in each epoch")):
                 for name in set(_repeated(one, others)) - told if self.training(loader) else ():
@@ -283,21 +265,22 @@ class Data:
             at = function.co_filename, function.co_firstlineno
             fix = "Seed by torch.initial_seed() in worker_init_fn: it differs from worker to worker and epoch to epoch"
         else:
-            at = self._assigned(name.rpartition(".")[2]) or at
+            at = self._assigned(name) or at
             fix = "Make the generator in the worker: seed it in worker_init_fn by torch.initial_seed()"
         title = f"The random numbers of {name} are the same {when} (seen {count} times): each started from one state"
         return found("data", title, at, fix, {"times": count})
 
     def _assigned(self, name: str) -> tuple[str, int] | None:
-        """Return the first line that assigns to an attribute or a variable of this name."""
-        return next(((f, n.lineno) for f in self.scene.sources() for n, _ in assignments(f, name)), None)
+        """Return the first line that assigns to an attribute, or else to a variable, of this name."""
+        made = [(f, n) for f in self.scene.sources() for n, _ in assignments(f, name)]
+        held = [(f, n) for f, n in made if any(isinstance(t, ast.Attribute) for of in n.targets for t in ast.walk(of))]
+        return next(((f, n.lineno) for f, n in (held if "." in name else []) or made), None)
 
     def _growth(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if len(self.looks) < FEWEST_LOOKS:
             return
         half = len(self.looks) // 2
-        (_, first), (_, early) = self.looks[0], self.looks[half // 2]  # before `early` they copy what they touch first
-        (n_middle, middle), (n_last, last) = self.looks[half], self.looks[-1]
+        (_, early), (n_middle, middle), (n_last, last) = (self.looks[i] for i in (half // 2, half, -1))
         late = [last[pid] - middle[pid] for pid in last]
         thirds = [self.looks[half + i * (len(self.looks) - 1 - half) // 3][1] for i in range(4)]
         steady = all(b[pid] - a[pid] > 0.1 * (last[pid] - middle[pid]) for a, b in pairwise(thirds) for pid in last)
@@ -311,38 +294,28 @@ class Data:
         of = next((o for o in self.loaders.values() if o["training"]), None)
         loader = of["loader"]() if of else None
         enough = all(mb >= LEAK_MB / (4 if grown else 1) for mb in late)
-        total = [last[pid] - first[pid] for pid in last]
-        if (
-            loader is None
-            or not (enough and steady)
-            or sum(late) < HALF * sum(last[pid] - early[pid] for pid in last)
-            or n_last - n_middle < FEWEST_BATCHES * len(last)
-        ):
+        if loader is None or not (enough and steady) or sum(late) < HALF * sum(last[pid] - early[pid] for pid in last):
+            return
+        held = list(_held(loader.dataset))
+        lists = [n for n, v in held if isinstance(v, list | dict) and len(v) >= MANY_OBJECTS]
+        if n_last - n_middle < FEWEST_BATCHES * len(last) * (1 if grown or lists else 4):
             return
         per_batch = sum(late) / (n_last - n_middle)
-        if (
-            grown
-            and all(_bounded(loader, row, grown) for row in mine)
-            and per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
-        ):
-            return  # a cache of the data set, which fits
+        fits = per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
+        if grown and fits and all(_bounded(loader, row, grown) for row in mine):
+            return
         title = (
-            f"The memory of the {len(last)} loader workers grows by {1e3 * per_batch:.3g} MB in 1,000 batches together"
+            f"The memory of the {len(last)} loader workers grows by {1e3 * per_batch:.3g} MB in 1,000 batches in all"
         )
         place, fix = of["at"], "Keep nothing from sample to sample in the dataset"
-        lists = [n for n, v in vars(loader.dataset).items() if isinstance(v, list | dict) and len(v) >= MANY_OBJECTS]
         if grown:
             name, (before, after) = max(grown.items(), key=lambda item: item[1][1])
             title += f": {name} went from {before} to {after} entries"
             place = self._grower(name.rpartition(".")[2]) or place
         elif lists:
-            title += f": each worker copies the Python objects in {lists[0]} as it reads them (their reference counts)"
+            title += f": each worker copies the Python objects of {lists[0]} as it reads them (their reference counts)"
             place, fix = self._assigned(lists[0]) or place, "Hold them as one array or tensor, not as Python objects"
-        numbers = {
-            "MB per 1000 batches": 1e3 * per_batch,
-            "MB per worker": sum(total) / len(total),
-            "looks": len(self.looks),
-        }
+        numbers = {"MB per 1000 batches": 1e3 * per_batch, "MB per worker": sum(late) / len(late)}
         yield found("workers", title, place, fix, numbers)
 
     def _grower(self, name: str) -> tuple[str, int] | None:
@@ -351,15 +324,10 @@ class Data:
             for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.FunctionDef) and node.name == name and node.decorator_list:
                     return file, node.decorator_list[0].lineno
-        for file, call in self.scene.calls():
-            if getattr(call.func, "attr", "") in ("append", "extend", "add", "setdefault", "update"):
-                held = call.func.value
-                if getattr(held, "attr", getattr(held, "id", "")) == name:
-                    return file, call.lineno
-        by_item = ((f, n) for f in self.scene.sources() for n in ast.walk(parsed(f)) if isinstance(n, ast.Assign))
-        for file, node in by_item:
-            for t in node.targets:
-                if isinstance(t, ast.Subscript) and getattr(t.value, "attr", getattr(t.value, "id", "")) == name:
+                held = [t.value for t in getattr(node, "targets", ()) if isinstance(t, ast.Subscript)]
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ADDS:
+                    held = [node.func.value]
+                if any(name_in(h) == name for h in held):
                     return file, node.lineno
         return None
 
@@ -373,7 +341,9 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     if any(d != digests[0] for d in digests) or len(set(digests[0])) < 2:
         return []
     title = f"All {len(rows)} ranks train on the same batches ({len(digests[0])} of {len(digests[0])} compared)"
-    fix, place = "Give the loader a DistributedSampler, or seed the data by the rank", rows[0]["place"]
+    fix = "Share the data out by rank: a DistributedSampler, or in a stream's __iter__; seed made-up data by the rank"
+    place = rows[0]["place"]
+    title += f": {rows[0]['stream']}.__iter__ gives each rank all of them" if "stream" in rows[0] else ""
     shares = [row["sampler"] for row in rows]
     if all(shares) and len({rank for rank, _ in shares}) == 1:
         place = shares[0][1]
@@ -486,11 +456,13 @@ def _bounded(loader: Any, row: dict[str, Any], grown: dict[str, tuple[int, int]]
     held = [getattr(loader.dataset, name.partition(".")[2], None) for name in grown]
     if not all(isinstance(h, dict) or hasattr(h, "cache_info") for h in held) or _batches(loader) == math.inf:
         return False
-    epochs = row["fetched"] * loader.num_workers / _batches(loader)
-    samples = (
-        (loader.batch_size or 1) * _batches(loader) * (1 - (1 - 1 / loader.num_workers) ** epochs)
-    )  # met by chance
-    return epochs <= 1 or all(row["sizes"][1].get(name, 0) <= 1.1 * samples for name in grown)
+    epoch = _batches(loader) / loader.num_workers
+    later = [(n, sizes) for n, sizes in row["history"] if n >= epoch]
+    if len(later) < 2:
+        return True
+    (n_first, first), (n_last, last) = later[0], later[-1]
+    new = (n_last - n_first) * (loader.batch_size or 1) * (1 - 1 / loader.num_workers) ** (n_first / epoch)
+    return all(last[name] - first.get(name, 0) <= 1.1 * new for name in grown if name in last)
 
 
 def _batches(loader: Any) -> float:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
-import linecache
 import re
 import weakref
 from typing import Any
 
 from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import Scene, around, local, looks_at, parsed, some
+from labs.doctor.probes.scene import Scene, around, local, looks_at, some
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
 """Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
@@ -38,7 +38,6 @@ class Effect:
         """Modules that were put into 16 bits, and the lines that did so."""
         self.moved_frozen: dict[int, str] = {}
         self.missing: dict[str, Any] = {}
-        self.flag: dict[str, Any] = {}
         self.gone: set[int] = set()
         """Optimizers whose gradients were there after backward and not at the step."""
         self.had: dict[int, bool] = {}
@@ -50,6 +49,10 @@ class Effect:
         self.stale, self.stale_at = 0, ("", 0)
         self.nearest: Any = None
         """The parameter that is nearest to the loss and used once; None if it is used more often."""
+        self.made: dict[int, tuple[str, int]] = {}
+        """Lines that made optimizers."""
+        self.replaced: tuple[str, int] | None = None
+        """Where a model got other parameters after an optimizer had been made."""
         self.loaded: weakref.WeakSet = weakref.WeakSet()
         self.counting: Any = None
         self.calls: list[bool] = []
@@ -58,27 +61,23 @@ class Effect:
 
     def install(self) -> None:
         """Note which lines put a module into 16 bits, and which modules get weights from elsewhere."""
-        self.scene.replace(self.scene.torch.nn.Module, "load_state_dict", self._loading)
+        self.scene.listen(self.scene.torch.nn.Module, "load_state_dict", self._loading)
+        self.scene.listen(self.scene.torch.optim.Optimizer, "__init__", self._making)
         for name in ("to", "half", "bfloat16"):
-            self.scene.replace(self.scene.torch.nn.Module, name, self._casting)
+            self.scene.listen(self.scene.torch.nn.Module, name, functools.partial(self._casting, name))
 
-    def _loading(self, original: Any) -> Any:
-        def load(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.scene.step:
-                self.loaded.add(module)
-            return original(module, *args, **kwargs)
+    def _making(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.made[id(optimizer)] = self.scene.line()
 
-        return load
+    def _loading(self, module: Any, state: Any, strict: bool = True, assign: bool = False) -> None:
+        if not self.scene.step:
+            self.loaded.add(module)
+            self.replaced = self.scene.line() if assign and self.made else self.replaced
 
-    def _casting(self, original: Any) -> Any:
+    def _casting(self, name: str, module: Any, *args: Any, **kwargs: Any) -> None:
         half = self.scene.torch.bfloat16, self.scene.torch.float16
-
-        def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if original.__name__ != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
-                self.casts.append((weakref.ref(module), self.scene.line()))
-            return original(module, *args, **kwargs)
-
-        return cast
+        if name != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
+            self.casts.append((weakref.ref(module), self.scene.line()))
 
     def before_backward(self, roots: Any) -> None:
         """Find the parameter that is nearest to the loss."""
@@ -130,12 +129,14 @@ class Effect:
 
     def _compare(self, optimizer: Any, number: int, rate: float | None) -> None:
         torch, counts, dtypes, gradients = self.scene.torch, [], [], 0
+        if any(p.grad is not None and p.grad.is_sparse for p, _ in self.before):
+            return
         for p, was in self.before:
             changed = some(p) != was
             if not p.requires_grad:
                 counts.append(changed.sum()), dtypes.append("frozen")
                 continue
-            if p.grad is None or p.grad.is_sparse or some(p.grad).shape != was.shape:
+            if p.grad is None or some(p.grad).shape != was.shape:
                 continue
             gradients += 1
             pushed = some(p.grad) != 0
@@ -164,7 +165,6 @@ class Effect:
         scene, torch = self.scene, self.scene.torch
         if number == 3:
             objects = gc.get_objects()
-            self._look_for_flags([m for root in scene.roots.values() for m in root.modules()])
             optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
@@ -200,13 +200,6 @@ class Effect:
                     self.missing["copies"] = []  # a network that measures a loss: it's called for the target as well
             same = [p for p, was in self.missing["copies"] if bool((some(p) == was).all()) and p.grad is not None]
             self.missing |= {"copies": [], "names": [scene.name_of(p) for p in same]}
-
-    def _look_for_flags(self, modules: list[Any]) -> None:
-        """Find modules with an attribute `requires_grad`, which freezes nothing: only parameters have it."""
-        for module in modules:
-            flag, parameters = vars(module).get("requires_grad"), list(module.parameters())
-            if isinstance(flag, bool) and any(p.requires_grad != flag for p in parameters) and not self.flag:
-                self.flag = {"module": type(module).__name__, "value": flag, "tensors": len(parameters)}
 
     def _look_at_autocast(self, device: str, number: int) -> None:
         """Try whether a weight's copy in 16 bits outlives a step: that of a weight of our own, which we change."""
@@ -249,12 +242,6 @@ class Effect:
                 )
                 fix = "Freeze with p.grad = None as well, or give the optimizer the other parameters only"
                 out.append(found("effect", title, place, fix))
-        if self.flag:
-            title = (
-                f"`requires_grad = {self.flag['value']}` on a module ({self.flag['module']}) changes nothing: it's a "
-            )
-            title += "new attribute, and the parameters stay as they are"
-            out.append(found("effect", title, self._flag_line(), "Call module.requires_grad_(...)", self.flag))
         if self.stale >= 2:
             title = "The model computes with old weights: its autocast block was not left since an earlier step, and "
             title += "autocast keeps a copy of each weight until the block ends"
@@ -284,6 +271,11 @@ class Effect:
         if len(self.scene.optimizers) > 1 or self._by_others(key):
             return []  # one of several may wait for its phase of the training
         none = not any(s["gradients"] for s in used)
+        if none and self.replaced:
+            title = "step() changes nothing: the optimizer has the parameters that the model had before this line"
+            fix = "Make the optimizer after load_state_dict(..., assign=True), which replaces the parameters"
+            return [found("effect", title, self.replaced, fix, numbers)]
+        place = self._optimizer_line() if none else place
         tensors = f"{used[0]['of']} tensors of the optimizer"
         title = "step() changes nothing: "
         title += f"no gradient reaches any of the {tensors}" if none else f"the gradients of all {tensors} are 0"
@@ -340,27 +332,13 @@ class Effect:
             fix = "Put the layers into an nn.ModuleList: a plain list hides them from model.parameters()"
         else:
             fix = "Make the optimizer after the last change of the model, of all its parameters"
-        return [found("effect", title, self._optimizer_line(), fix, {"tensors": len(names)})]
-
-    def _flag_line(self) -> tuple[str, int]:
-        """Return the first line that sets `requires_grad` of something else than each parameter in a loop."""
-        for file in self.scene.sources():
-            nodes = list(ast.walk(parsed(file)))
-            loops = {ast.unparse(t) for n in nodes if isinstance(n, ast.For) for t in ast.walk(n.target)}
-            for node in (n for n in nodes if isinstance(n, ast.Assign)):
-                if any(
-                    getattr(t, "attr", "") == "requires_grad" and ast.unparse(t.value) not in loops
-                    for t in node.targets
-                ):
-                    return file, node.lineno
-        return "", 0
+        place = self.replaced or self._optimizer_line()
+        return [found("effect", title, place, fix, {"tensors": len(names)})]
 
     def _optimizer_line(self) -> tuple[str, int]:
-        """Return the line that makes the optimizer, if there is one such line."""
-        kinds = {type(o).__name__ for o in self.scene.optimizers.values()}
-        made = [(f, c.lineno) for f, c in self.scene.calls() if ast.unparse(c.func).rpartition(".")[2] in kinds]
-        made = [(f, n) for f, n in made if linecache.getline(f, n)]
-        return made[0] if len(made) == 1 else next(iter(self.places.values()), ("", 0))
+        """Return the line that made the only optimizer, else the first that steps."""
+        made = [self.made[key] for key in self.scene.optimizers if key in self.made]
+        return made[0] if len(made) == 1 and made[0][0] else next(iter(self.places.values()), ("", 0))
 
 
 def _gradients(optimizer: Any) -> bool:

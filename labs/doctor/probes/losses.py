@@ -43,6 +43,11 @@ LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss "
     "hinge_embedding_loss margin_ranking_loss binary_cross_entropy binary_cross_entropy_with_logits"
 ).split()
+TWICE = {
+    "binary_cross_entropy_with_logits": ("BinaryCrossEntropyWithLogitsBackward0", "SigmoidBackward0", "a sigmoid"),
+    "cross_entropy": ("LogSoftmaxBackward0", "SoftmaxBackward0", "a softmax"),
+}
+"""Losses that have an activation in them, their node, that of the activation, and its name."""
 UNEQUAL, FEWEST = 1.25, 3
 """Ratio of the largest and smallest weight of a token in a step; steps that must show it."""
 EPISODES = re.compile(r"\b(episodes?|rewards?|rollouts?|advantages?)\b", re.I)
@@ -90,7 +95,7 @@ class Losses:
             if node is None:
                 continue
             if not self.shapes and self.undo is None:
-                self.suspects += any(self._squared(child, of) for child, of in _edges(node))
+                self.suspects += any(self._squared(child, of) for child, of in _edges(node)) or _activated_twice(node)
             with self.scene.torch.no_grad():
                 weights = dict(self._weights(node, 1.0, (), DEEPEST))
             if weights and len(self.window) < 256:
@@ -136,6 +141,7 @@ class Losses:
     def _watch(self) -> None:
         torch, self.undo = self.scene.torch, ExitStack()
         owners = [(torch.Tensor, name) for name in OPERATORS] + [(torch.nn.functional, name) for name in LOSSES]
+        owners += [(torch.nn.functional, "cross_entropy")]
         for owner, name in [*owners, (torch, "broadcast_tensors"), (torch, "sub"), (torch, "mul")]:
             original = getattr(owner, name)
             own = name in vars(owner)
@@ -148,6 +154,10 @@ class Losses:
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.scene.away():
+                if name in TWICE and _below(getattr(args[0] if args else None, "grad_fn", None)) == TWICE[name][1]:
+                    what = f"{TWICE[name][2]} is applied twice: {name} has one, and what it's given comes from another"
+                    fix = "Give the loss what the model has before that, and apply it only to read probabilities"
+                    self.shapes.append(found("shapes", what.capitalize(), self.scene.line(sys._getframe(1)), fix))
                 tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, self.scene.torch.Tensor)]
                 self._check(tensors, loss, name, kwargs.get("reduction"), sys._getframe(1))
             return original(*args, **kwargs)
@@ -250,6 +260,28 @@ class Losses:
         return out
 
 
+def _below(node: Any) -> str:
+    """Return the name of the operation that gave a tensor, below views of it."""
+    for _ in range(DEEPEST):
+        if node is None or node.name() not in THROUGH:
+            break
+        node = node.next_functions[0][0]
+    return node.name() if node is not None else ""
+
+
+def _activated_twice(root: Any) -> bool:
+    """Return whether a loss with an activation in it is given what has one already."""
+    level, pairs_of = [root], {(loss, inner) for loss, inner, _ in TWICE.values()}
+    for _ in range(DEEPEST):
+        node = level.pop(0) if level else None
+        if node is not None:
+            children = [child for child, _ in node.next_functions if child is not None]
+            if any((node.name(), _below(child)) in pairs_of for child in children):
+                return True
+            level += children
+    return False
+
+
 def _nearest(node: Any) -> int:
     """Return the id of the first parameter on the way back from a loss: another head is another task."""
     level = [node]
@@ -297,18 +329,11 @@ class Warnings:
 
     def install(self) -> None:
         """Take part in how warnings are shown."""
-        self.scene.replace(warnings, "showwarning", self._showing)
+        self.scene.listen(warnings, "showwarning", self._showing)
 
-    def _showing(self, original: Any) -> Any:
-        def show(message: Any, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> Any:
-            if not self.scene.away() and len(self.seen) < 50:
-                self._note(str(message), filename, sys._getframe(1))
-            return original(message, category, filename, lineno, *args, **kwargs)
-
-        return show
-
-    def _note(self, message: str, filename: str, frame: Any) -> None:
-        if "Triggered internally" not in message and not self._by_torch(filename, frame):
+    def _showing(self, warning: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+        message, frame = str(warning), sys._getframe(3)  # below are `listen` and `guarded`
+        if len(self.seen) == 50 or ("Triggered internally" not in message and not self._by_torch(filename, frame)):
             return
         text = " ".join(message.partition("(Triggered internally")[0].split())
         place = self.scene.line(frame)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -54,43 +55,24 @@ class Replicas:
 
     def install(self) -> None:
         """See which models are wrapped, and what the script itself sends."""
-        dist = self.scene.torch.distributed
-        self.scene.replace(self.scene.torch.autograd, "grad", self._grading)
-        self.scene.replace(self.scene.torch.nn.parallel.DistributedDataParallel, "__init__", self._wrapping)
-        if dist.is_available():
-            for name in (*EXCHANGES, *POINT_TO_POINT):
-                if hasattr(dist, name):
-                    self.scene.replace(dist, name, self._sending)
+        torch, dist = self.scene.torch, self.scene.torch.distributed
+        self.scene.listen(torch.autograd, "grad", self._grading)
+        ddp = torch.nn.parallel.DistributedDataParallel
+        self.scene.listen(ddp, "__init__", after=lambda _, ddp, *args, **kwargs: self.ddp.append(weakref.ref(ddp)))
+        for name in (*EXCHANGES, *POINT_TO_POINT):
+            if hasattr(dist, name):
+                self.scene.listen(dist, name, functools.partial(self._sending, name))
 
-    def _wrapping(self, original: Any) -> Any:
-        def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            original(ddp, *args, **kwargs)
-            self.ddp.append(weakref.ref(ddp))
+    def _grading(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        if self.ddp and not self.grad_at[0]:
+            given = {id(i) for i in (inputs if isinstance(inputs, list | tuple) else [inputs])}
+            if any(id(p) in given for m in self.wrapped() for p in m.parameters()):
+                self.grad_at = self.scene.line()
 
-        return init
-
-    def _grading(self, original: Any) -> Any:
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ddp and not self.grad_at[0] and not self.scene.away():
-                given = {id(i) for i in (inputs if isinstance(inputs, list | tuple) else [inputs])}
-                if any(id(p) in given for m in self.wrapped() for p in m.parameters()):
-                    self.grad_at = self.scene.line()
-            return original(outputs, inputs, *args, **kwargs)
-
-        return grad
-
-    def _sending(self, original: Any) -> Any:
-        name = original.__name__
-
-        def send(*args: Any, **kwargs: Any) -> Any:
-            if self.scene.step and not self.scene.away():
-                self._note(name, [*args, *kwargs.values()])
-            return original(*args, **kwargs)
-
-        return send
-
-    def _note(self, name: str, given: list[Any]) -> None:
-        self.any = True
+    def _sending(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if not self.scene.step:
+            return
+        given, self.any = [*args, *kwargs.values()], True
         self.point_to_point = self.point_to_point or name in POINT_TO_POINT
         tensors = [t for a in given for t in (a if isinstance(a, list) else [a]) if hasattr(t, "numel")]
         parameters = self.scene.parameters()
@@ -215,44 +197,37 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     if not later or apart.get("0") is None:
         return _outside(rows)
     different, of, most = apart[later[-1]][0], len(rows[0]["shapes"]), max(apart[n][1] for n in later)
-    numbers = {"tensors that differ": different, "tensors": of, "after step": int(later[-1]), "relative": most}
-    seen = f"{different} of {of} parameter tensors differ between ranks after step {later[-1]}"
     first = next((row for row in rows if row["bypass"]), rows[0])
-    start_differs = bool(apart["0"][0])
-    forward_at, backward_at, exchange_at = (tuple(place) for place in first["places"])
-    if not first["ddp"]:
-        if first["reduced"] >= 0.9:
-            title = f"The ranks train different models though they average gradients: {seen}"
-            fix = (
-                "Broadcast the weights from rank 0 before the first step" if start_differs else "Average before step()"
-            )
-            return [found("replicas", title, exchange_at, fix, numbers)]
-        if first["reduced"] or not (first["cooperate"] and (first["shared"] or not start_differs)):
-            return []
-        title = f"The ranks train different models, because they exchange no gradients: {seen}"
-        return [found("replicas", title, forward_at, "Wrap the model: model = DistributedDataParallel(model)", numbers)]
-    if first["bypass"]:
-        title = "The ranks train different models: this line calls the module inside DistributedDataParallel, so no "
-        fix = "Call the DistributedDataParallel model itself: its forward() prepares the exchange of gradients"
-        return [found("replicas", f"{title}gradients are exchanged ({seen})", tuple(first["bypass"]), fix, numbers)]
-    if first["grad at"][0]:
-        title = f"The ranks train different models: DDP doesn't exchange what torch.autograd.grad returns ({seen})"
+    why, place, fix = _reason(first, bool(apart["0"][0]))
+    numbers = {"tensors that differ": different, "tensors": of, "after step": int(later[-1]), "relative": most}
+    title = f"The ranks train different models{why}: {different} of {of} parameter tensors differ between ranks after "
+    return [found("replicas", f"{title}step {later[-1]}", tuple(place), fix, numbers)] if fix else []
+
+
+def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any], str]:
+    """Return why the models of ranks differ, the line, and the fix; no fix if they may differ on purpose."""
+    forward_at, backward_at, exchange_at = row["places"]
+    if not row["ddp"] and row["reduced"] >= 0.9:
+        fix = "Broadcast the weights from rank 0 before the first step" if start_differs else "Average before step()"
+        return " though they average gradients", exchange_at, fix
+    if not row["ddp"]:
+        meant = row["reduced"] or not (row["cooperate"] and (row["shared"] or not start_differs))
+        fix = "" if meant else "Wrap the model: model = DistributedDataParallel(model)"
+        return ", because they exchange no gradients", forward_at, fix
+    if row["bypass"]:
+        why = ", because this line calls the module inside DistributedDataParallel, which exchanges no gradients then"
+        return why, row["bypass"], "Call the DistributedDataParallel model itself: its forward() prepares the exchange"
+    if row["grad at"][0]:
         fix = "Call loss.backward(), which fires DDP's hooks, and read p.grad"
-        return [found("replicas", title, tuple(first["grad at"]), fix, numbers)]
-    if first["unsynced"]:
-        if first["averages"]:
-            return []
-        title = f"The ranks train different models: every backward pass ran under no_sync() ({seen})"
-        fix = "Leave no_sync() for the last micro-batch of each step"
-        return [found("replicas", title, backward_at, fix, numbers)]
+        return ", because DDP doesn't exchange what torch.autograd.grad returns", row["grad at"], fix
+    if row["unsynced"]:
+        fix = "" if row["averages"] else "Leave no_sync() for the last micro-batch of each step"
+        return ", because every backward pass ran under no_sync()", backward_at, fix
     if start_differs:
-        title = f"The ranks train different models: their weights differ before the first step ({seen})"
         fix = "Load or change weights on all ranks alike, before DistributedDataParallel wraps the model"
-        return [found("replicas", title, forward_at, fix, numbers)]
-    title = f"The ranks train different models although DistributedDataParallel wraps them: {seen}"
+        return ", as their weights did before the first step", forward_at, fix
     fix = "Call the wrapped model in each forward pass, not a method of model.module, and step alike on all ranks"
-    place = forward_at if first["through"] else backward_at
-    return [found("replicas", title, place, fix, numbers)]
+    return " although DistributedDataParallel wraps them", forward_at if row["through"] else backward_at, fix
 
 
 def _outside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -261,7 +236,7 @@ def _outside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not first["ddp"] or len(steps) < 2 or any(row["large"] or list(row["outer"]) != steps for row in rows):
         return []
     apart = [_apart([row["outer"][n] for row in rows]) for n in steps]
-    if apart[0] is None or apart[0][0] or not apart[-1] or not apart[-1][0]:
+    if not apart[0] or (apart[0][0] and not first["shared"]) or not apart[-1] or not apart[-1][0]:
         return []
     name, place = first["outside"]
     title = f"The ranks train different models: {name or 'what'} is trained outside DistributedDataParallel, so no "

@@ -16,6 +16,8 @@ from labs.doctor.probes.schedules import Schedules, optimizer_of
 
 NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
 PLACE_IN_TRAINING = re.compile(r"epoch|step|iter", re.I)
+AVERAGES = re.compile(r"(?<![a-z])(ema|swa|shadow|averaged?|avg)(?![a-z])", re.I)
+"""Names of weights that are averaged over steps."""
 RESUMES = re.compile(r"torch\.load\(")
 WINDS_FORWARD = re.compile(r"last_epoch\s*=|for .*range\(.*:\s*\n?\s*\w*sched\w*\.step\(")
 MOST_SAVES, RECENT, MOST_HELD = 3, 20, 3_000
@@ -41,38 +43,29 @@ class Saving:
     def install(self) -> None:
         """Replace torch.save and both ends of a state dict."""
         torch = self.scene.torch
-        self.scene.replace(torch, "save", self._saving)
-        self.scene.replace(torch.nn.Module, "state_dict", self._taking)
-        self.scene.replace(torch.nn.Module, "load_state_dict", self._loading)
+        self.scene.listen(torch, "save", self._saving)
+        self.scene.listen(torch.nn.Module, "state_dict", after=self._taking)
+        self.scene.listen(torch.nn.Module, "load_state_dict", self._loading)
 
     # Aliases
 
-    def _taking(self, original: Any) -> Any:
-        def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            state = original(module, *args, **kwargs)
-            if not args and "destination" not in kwargs and not self.scene.away() and hasattr(state, "_metadata"):
-                line = self.scene.line()
-                self.taken[id(state)] = {"ref": weakref.ref(state), "step": self.scene.step, "at": line, "used": False}
-            return state
-
-        return state_dict
+    def _taking(self, state: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if not args and "destination" not in kwargs and hasattr(state, "_metadata"):
+            line = self.scene.line()
+            self.taken[id(state)] = {"ref": weakref.ref(state), "step": self.scene.step, "at": line, "used": False}
 
     def _record(self, state: Any) -> dict[str, Any] | None:
         of = self.taken.get(id(state))
         return of if of is not None and of["ref"]() is state else None
 
-    def _loading(self, original: Any) -> Any:
-        def load(module: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            of = None if self.scene.away() else self._record(state)
-            if of is not None and of["step"] == self.scene.step:
-                of["used"] = True
-            elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
-                own = _pointers(module.parameters(), self.scene.torch)
-                if own and own <= _pointers(state.values(), self.scene.torch):
-                    self._alias("The state dict that is loaded here", of["at"], of["step"])
-            return original(module, state, *args, **kwargs)
-
-        return load
+    def _loading(self, module: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        of = self._record(state)
+        if of is not None and of["step"] == self.scene.step:
+            of["used"] = True
+        elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
+            own = _pointers(module.parameters(), self.scene.torch)
+            if own and own <= _pointers(state.values(), self.scene.torch):
+                self._alias("The state dict that is loaded here", of["at"], of["step"])
 
     def _live(self) -> set[int]:
         return _pointers(self.scene.parameters(), self.scene.torch)
@@ -119,15 +112,7 @@ class Saving:
 
     # Checkpoints
 
-    def _saving(self, original: Any) -> Any:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.scene.away():
-                self._look_into(obj)
-            return original(obj, f, *args, **kwargs)
-
-        return save
-
-    def _look_into(self, obj: Any) -> None:
+    def _saving(self, obj: Any, *args: Any, **kwargs: Any) -> None:
         recent = {key for step, key in self.steps if step > self.scene.step - RECENT}
         of = self.saves.setdefault(
             self.scene.step, {"kinds": [], "at": self.scene.line(), "optimizers": len(recent), "held": []}
@@ -163,6 +148,14 @@ class Saving:
                 if statistics is not None and id(module) not in norms and id(module.weight) in trained:
                     norms.add(id(module))
                     needed.append((f"{name}.running_mean".removeprefix("module."), statistics))
+        shapes = {tuple(p.shape) for p in trained.values()}
+        for frame in scene.frames():
+            for name, value in scene.objects(frame.f_locals.items()):
+                if AVERAGES.search(name) and isinstance(value, torch.nn.Module | dict):
+                    of = value.parameters() if isinstance(value, torch.nn.Module) else value.values()
+                    of = [t for t in of if isinstance(t, torch.Tensor) and id(t) not in trained]
+                    needed += [(name, t) for t in of if tuple(t.shape) in shapes]
+        needed = list({id(t): (name, t) for name, t in needed}.values())
         pointers = _pointers(held, torch)
         rest = Counter(tuple(t.shape) for t in held)
         missing = []
@@ -170,7 +163,7 @@ class Saving:
             rest[tuple(tensor.shape)] -= 1
             if not _pointers([tensor], torch) <= pointers:
                 missing.append((name, tuple(tensor.shape)))
-        return [name for name, shape in missing if rest[shape] < 0]  # else one may be a copy of it
+        return list(dict.fromkeys(n for n, shape in missing if rest[shape] < 0))  # else one may be a copy of it
 
     def _kind(self, key: Any, value: Any, depth: int) -> str | None:
         torch = self.scene.torch
@@ -281,16 +274,12 @@ def _restored(file: str, name: str) -> bool:
         if isinstance(c, ast.Compare) and isinstance(c.ops[0], ast.Lt | ast.Gt | ast.LtE | ast.GtE)
         for n in ast.walk(test)
     ]
+    loads = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "load_state_dict"]
+    back = {ast.unparse(c.func.value) for c in loads if c.args and name_in(c.args[0]) == name.rpartition(".")[2]}
     for node, value in assignments(file, name):
-        text = ast.unparse(value)
-        if not text.endswith(".state_dict()"):
-            continue
-        loads = [
-            c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "load_state_dict"
-        ]
-        back = [c for c in loads if c.args and name_in(c.args[0]) == name.rpartition(".")[2]]
-        if any(ast.unparse(c.func.value) == text.removesuffix(".state_dict()") for c in back):
+        calls = [c for c in ast.walk(value) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "state_dict"]
+        if calls and (node in inside and "torch.save" not in function_text(file, node.lineno)):
             return True
-        if node in inside and "torch.save" not in function_text(file, node.lineno):
+        if any(ast.unparse(c.func.value) in back for c in calls):
             return True
     return False

@@ -67,6 +67,31 @@ class Scene:
         setattr(owner, name, wraps(original)(make(original)))
         self.undo.callback(delattr, owner, name) if inherited else self.undo.callback(setattr, owner, name, original)
 
+    def listen(self, owner: Any, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
+        """Have calls of `owner.name` observed: `before(*args)` and `after(result, *args)`, whose errors end nothing."""
+
+        def make(original: Callable) -> Callable:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if before is not None and not self.away():
+                    self.guarded(before, *args, **kwargs)
+                result = original(*args, **kwargs)
+                if after is not None and not self.away():
+                    self.guarded(after, result, *args, **kwargs)
+                return result
+
+            return call
+
+        self.replace(owner, name, make)
+
+    @staticmethod
+    def guarded(function: Callable, *args: Any, **kwargs: Any) -> None:
+        """Call an observer; the script goes on if it fails."""
+        try:
+            function(*args, **kwargs)
+        except Exception:
+            if os.environ.get("DOCTOR_PROBES_RAISE"):
+                raise
+
     # Lines
 
     def owns(self, file: str) -> bool:

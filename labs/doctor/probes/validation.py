@@ -50,19 +50,15 @@ class Validation:
 
     def install(self) -> None:
         """Note which line calls eval(), and what the script sums up over the ranks."""
-        self.scene.replace(self.scene.torch.nn.Module, "eval", self._evaluating)
+        self.scene.listen(self.scene.torch.nn.Module, "eval", self._evaluating)
         if self.scene.torch.distributed.is_available():
-            self.scene.replace(self.scene.torch.distributed, "all_reduce", self._summing)
+            self.scene.listen(self.scene.torch.distributed, "all_reduce", after=self._summing)
             for name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
-                self.scene.replace(self.scene.torch.distributed, name, self._gathering)
+                self.scene.listen(self.scene.torch.distributed, name, after=self._gathering)
 
-    def _evaluating(self, original: Any) -> Any:
-        def evaluate(module: Any) -> Any:
-            if not self.scene.away() and (place := self.scene.line())[0]:
-                self.eval_at = place
-            return original(module)
-
-        return evaluate
+    def _evaluating(self, module: Any) -> None:
+        if (place := self.scene.line())[0]:
+            self.eval_at = place
 
     def _watch_dropouts(self) -> None:
         functional, self.watching = self.scene.torch.nn.functional, ExitStack()
@@ -139,14 +135,9 @@ class Validation:
                 self.was_training, self.stuck, self.evaluated = True, 0, False
         self.pending = []
 
-    def _summing(self, original: Any) -> Any:
-        def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(tensor, *args, **kwargs)
-            if work is None and self.scene.step and self.padded is None and not self.scene.away():
-                self._look_at_sum(tensor.flatten().tolist() if tensor.numel() <= 16 else [])
-            return work
-
-        return all_reduce
+    def _summing(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if work is None and self.scene.step and self.padded is None:
+            self._look_at_sum(tensor.flatten().tolist() if tensor.numel() <= 16 else [])
 
     def _look_at_sum(self, values: list[float]) -> None:
         of = self.data.loaders.get(self.data.current_batch())
@@ -168,19 +159,15 @@ class Validation:
             self.padded = {"at": place, "samples": size, "counted": padded, "by": type(sampler).__name__}
             self.scene.keep()
 
-    def _gathering(self, original: Any) -> Any:
-        def gather(to: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(to, given, *args, **kwargs)
-            if self.scene.step and not self.scene.away() and self.padded is None and hasattr(given, "__len__"):
-                of = self.data.loaders.get(self.data.current_batch())
-                sampler = getattr(of["loader"]() if of else None, "sampler", None)
-                if getattr(given, "shape", True) and len(given) == getattr(sampler, "num_samples", -1):
-                    texts = [function_text(f.f_code.co_filename, f.f_lineno) for f in self.scene.frames()]
-                    if not any(re.search(r"\[:|mask|unique|set\(", text) for text in texts):
-                        self._look_at_sum([sampler.total_size] if hasattr(sampler, "total_size") else [])
-            return work
-
-        return gather
+    def _gathering(self, work: Any, to: Any, given: Any, *args: Any, **kwargs: Any) -> None:
+        of = self.data.loaders.get(self.data.current_batch())
+        sampler = getattr(of["loader"]() if of else None, "sampler", None)
+        if self.padded is not None or type(sampler).__name__ != "DistributedSampler" or not hasattr(given, "__len__"):
+            return
+        if getattr(given, "shape", True) and len(given) == sampler.num_samples:
+            texts = [function_text(f.f_code.co_filename, f.f_lineno) for f in self.scene.frames()]
+            if not any(re.search(r"\[:|mask|unique|set\(", text) for text in texts):
+                self._look_at_sum([sampler.total_size])
 
     # Findings
 
