@@ -22,7 +22,7 @@ from processes import MARK
 from labs.kit.course import use_own_kernel
 
 ROOT = Path(__file__).parents[1]
-LONGEST = """test_browser test_exercises test_recipes test_explorers test_commands test_doctor_cases test_oracle
+LONGEST = """test_browser test_exercises test_recipes test_explorers test_commands test_oracle
     test_doctor test_exercise_capstone test_nan_clinic test_gpu test_notebooks
     test_rank_timeline test_doctor_trial test_doctor_counterfactuals test_fully_sharded
     test_many_ranks test_mixed_precision test_elastic_restart test_two_nodes
