@@ -16,7 +16,6 @@ LABS = Path(_compat.__file__).parents[1]
 PRIVATE = re.compile(
     r"torch(\.[a-z_]+)*\._[A-Za-z]|from torch[a-z_.]*\._|from torch[a-z_.]* import .*\b_[a-z]|distributed_c10d[.]_"
 )
-OF_A_LEARNER = {"doctor_trial/scripts/train_text.py"}  # a program of its own, which the doctor's trial runs
 FILES = {
     p.relative_to(LABS).as_posix(): p.read_text()
     for p in LABS.rglob("*.py")
@@ -26,7 +25,7 @@ KNOWN = set(re.findall(r"\b_[A-Za-z]\w+", Path(_compat.__file__).read_text())) -
 
 
 def test_no_other_file_touches_private_api():
-    assert {name for name, text in FILES.items() if PRIVATE.search(text)} <= OF_A_LEARNER
+    assert not {name for name, text in FILES.items() if PRIVATE.search(text)}
     private = KNOWN | {"_buffers", "_modules", "_parameters"}
     for name, text in FILES.items():
         read = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Attribute) and n.attr in private]

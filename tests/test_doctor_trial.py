@@ -1,117 +1,90 @@
-"""The doctor's trial: what it counts, what it says, and that a visit is a run of the doctor's own command."""
+"""The doctor's trial: how pages are judged, and that a case is a run of the doctor's own command."""
 
-from __future__ import annotations
-
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from processes import assert_no_survivors, new_environment
 
-from labs import doctor_trial as trial
-from labs.doctor_trial import Config, Seen
-from labs.doctor_trial.cases import BY_NAME
+from labs.doctor.bottlenecks import RISK, SLOW, WRONG
+from labs.doctor.findings import Finding
+from labs.doctor.profile import Profile
+from labs.doctor.report import Report
+from labs.doctor_trial import Case, command, counts, judge, read_cases
 from labs.kit.errors import BadInput
-from labs.kit.record import Record, Records, attach_provenance, load
+
+ROOT = Path(__file__).parents[1]
+HEAD = "file\tranks\targs\tkind\tfamily\texpected\tline\tobject\tunseen\n"
+CLIP = Case("wrong/a.py", 1, "", "wrong", "2", "clips to 0", "40,72", "clip_grad", True)
 
 
-def finding(name: str, kind: str = "slow", **more) -> dict:
-    """As in a report."""
-    return {"name": name, "kind": kind, "gain": None, "by": "", **more}
+def page(*findings):
+    profile = Profile("a.py", ["a.py"], step_s=[0.1] * 30)
+    return Report([profile], [Finding(n, "t", None, where, "f", "", "b", kind) for n, where, kind in findings], [], [])
 
 
-def visit(name: str, n: int, *findings: dict) -> list[Record]:
-    """Records of one visit to a patient of whom this was said."""
-    return list(trial._judged(BY_NAME[name], n, Seen(9.0, 0, list(findings))))
+@pytest.mark.parametrize(
+    ("findings", "named"),
+    [
+        ([("effect", "a.py:74  step()", WRONG)], True),
+        ([("effect", "a.py:80  clip_grad_norm_(p, 0)", WRONG)], True),
+        ([("effect", "a.py:80  step()", WRONG)], False),
+        ([("effect", "b.py:72  step()", WRONG)], False),
+        ([("data", "a.py:72  step()", WRONG)], False),
+        ([("data", "a.py:9  x", WRONG), ("effect", "a.py:72  step()", WRONG)], False),
+        ([("effect", "a.py:72  step()", RISK)], False),
+        ([], False),
+    ],
+)
+def test_a_fault_is_named_by_kind_and_line_or_object(findings, named):
+    assert judge(CLIP, page(*findings))["named"] is named
 
 
-def bound(low: float, value: float, high: float) -> dict:
-    """Of a finding."""
-    return {"value": value, "low": low, "high": high, "n": 8, "unit": "x"}
+def test_right_results_are_accused_by_any_wrong_result():
+    healthy = Case("healthy/a.py", 1, "", "healthy", "", "", "", "", True)
+    slow = Case("slow/a.py", 1, "", "slow", "", "a late loader", "5", "", True)
+    both = page(("effect", "a.py:3  x", WRONG), ("slow_loader", "a.py:5  x", SLOW))
+    assert judge(healthy, both)["accused"] and not judge(healthy, page(("slow_loader", "a.py:5  x", SLOW)))["accused"]
+    assert judge(slow, both) | {"first_line": ""} == {"first_line": "", "named": False, "accused": True}
+    assert judge(slow, page(("slow_loader", "a.py:5  x", SLOW)))["named"]
+    assert judge(healthy, None)["accused"] is None
+    rows = [{"kind": "healthy", "unseen": True, "named": None, "accused": True}]
+    assert counts(rows) == "unseen, healthy: 1 of 1 accused"
 
 
-def made() -> Records:
-    """Three sick patients, two healthy ones, two visits each."""
-    option, look = finding("compile", "option"), finding("recompiles", "not priced", by="from the step's parts")
-    rows = [
-        *visit("slow_loader", 0, finding("slow_loader", gain=bound(2, 2.1, 2.2)), option),
-        *visit("slow_loader", 1, finding("own_code"), option, finding("slow_loader", gain=bound(2, 2.3, 2.4))),
-        *visit("threads", 0, finding("validation"), finding("own_code"), finding("threads", gain=bound(1, 1.1, 1.2))),
-        *visit("threads", 1),
-        *visit(
-            "no_set_epoch",
-            0,
-            finding("validation"),
-            finding("set-epoch-missing", "wrong result", by=trial.READ),
-        ),
-        *visit("no_set_epoch", 1, look, look, finding("save-not-atomic", "at risk", by=trial.READ)),
-        *visit("images", 0, option, look),
-        *visit("images", 1, finding("exchange"), option),
-        *visit("train_ddp", 0, finding("zero-grad-missing", "wrong result", by=trial.READ)),
-        *visit("train_ddp", 1),
-        trial._record("gain", "x", [2.0, 2.1, 2.2, 2.1, 2.0, 2.1, 2.2], patient="slow_loader", factor=1.0),
-        trial._record("gain", "x", [3.0, 3.1, 3.2, 3.1, 3.0, 3.1, 3.2], patient="threads", factor=1.0),
-    ]
-    return Records(attach_provenance(rows))
+def test_cases_are_read_and_a_bad_line_is_named(tmp_path):
+    (tmp_path / "cases.tsv").write_text(HEAD + "a.py\t2\t--lr '0.1 2'\twrong\t1\tno DDP\t9\t\tyes\n")
+    (case,) = read_cases(tmp_path)
+    assert (case.ranks, case.line, case.unseen) == (2, "9", True)
+    assert command(case, Path("a.py"), Path("out"))[-2:] == ["--lr", "0.1 2"] and "2" in command(case, Path(), Path())
+    (tmp_path / "cases.tsv").write_text(HEAD + "a.py\t2\t\tstrange\t\t\t\t\tyes\n")
+    with pytest.raises(BadInput, match="line 2"):
+        read_cases(tmp_path)
 
 
-def test_the_place_of_an_illness_is_counted_without_options_and_readings_by_themselves():
-    places = {(r.case["patient"], r.case["run"]): r.value for r in made().where("place")}
-    assert places == {
-        ("slow_loader", 0): 1,
-        ("slow_loader", 1): 2,
-        ("threads", 0): 3,
-        ("threads", 1): 0,
-        ("no_set_epoch", 0): 1,
-        ("no_set_epoch", 1): 0,
-    }
-
-
-def test_who_is_healthy_is_accused_by_what_holds_back_or_is_wrong_alone():
-    accused = {(r.case["patient"], r.case["run"]): r.case["of"] for r in made().where("accused")}
-    assert accused == {
-        ("images", 0): [],
-        ("images", 1): ["exchange"],
-        ("train_ddp", 0): ["zero-grad-missing"],
-        ("train_ddp", 1): [],
-    }
-
-
-def test_a_bound_is_compared_with_the_gain_of_the_cure():
-    kept = {p.patient: p.kept for p in trial.promises(made())}
-    assert kept == {"slow_loader": True, "threads": False}
-
-
-def test_bad_values_are_refused_with_what_there_is():
-    for values, words in (
-        ({"cases": ("slow_loder",)}, "slow_loader"),
-        ({"runs": 0, "healthy_runs": 0}, "nobody"),
-    ):
-        with pytest.raises(BadInput, match=words):
-            Config(**values)
-
-
-def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
-    """The command; its records."""
-    env, out = new_environment(), tmp_path / "trial.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "labs.doctor_trial", *options, "--out", str(out)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_no_survivors(env["LABS_TEST_MARK"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["trial.jsonl"]
-    return done, load(out)
+def test_the_committed_cases_can_be_read():
+    cases = read_cases(ROOT / "records" / "doctor_trial")
+    assert len(cases) > 30 and all(c.line or c.kind == "healthy" for c in cases)
 
 
 @pytest.mark.long
-def test_a_smoke_run_visits_two_patients_and_leaves_nothing(tmp_path):
-    done, found = run(tmp_path, "--smoke")
-    assert "2 visits, about 1 minute" in done.stderr
-    assert found.one("place", patient="slow_loader").value in (1, 2)
-    assert found.one("gain").value > 0 and {r.case["exit_code"] for r in found.where("visit_s")} == {0}
-    assert "first or second in 100 %" in done.stdout
+def test_a_case_is_a_run_of_the_doctor(tmp_path):
+    (tmp_path / "cases.tsv").write_text(HEAD + "a.py\t1\t\thealthy\t\t\t\t\tno\ngone.py\t1\t\thealthy\t\t\t\t\tno\n")
+    text = "import torch\np = torch.nn.Parameter(torch.ones(9))\no = torch.optim.SGD([p], lr=0.1)\n"
+    (tmp_path / "a.py").write_text(
+        f"{text}for _ in range(90):\n    (p**2).sum().backward()\n    o.step()\n    o.zero_grad()\n"
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "labs.doctor_trial",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "t.json"),
+        "--seconds",
+        "0",
+    ]
+    out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (row,) = json.loads((tmp_path / "t.json").read_text())
+    assert row["accused"] is False and row["torch"] and "skipped" in out and "gone.py" in out
