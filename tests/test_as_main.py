@@ -56,7 +56,11 @@ def test_it_does_what_it_does_alone(here, what):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("nothing", "no module nothing in this folder"), ("pkg", "no pkg to run"), ("pkg/train", "no module pkg/train")],
+    [
+        ("nothing", "no module nothing in this folder"),
+        ("pkg", "pkg has no Python file to run"),
+        ("pkg/train", "no module pkg/train"),
+    ],
 )
 def test_what_cannot_be_run_is_one_line_and_imports_nothing(here, name, told, capsys):
     with pytest.raises(BadInput, match=told) as error:

@@ -151,8 +151,8 @@ def test_a_loop_that_swallows_every_error_is_stopped():
 @pytest.mark.parametrize(
     ("leaving", "words"),
     [
-        (lambda values: sys.exit(), "by exit() or SystemExit"),
-        (lambda values: os._exit(3), "by os._exit(3)"),
+        (lambda values: sys.exit(), "(exit() or SystemExit)"),
+        (lambda values: os._exit(3), "(os._exit(3))"),
     ],
     ids=["sys.exit", "os._exit"],
 )
@@ -185,7 +185,7 @@ def test_a_rank_that_is_late_because_it_works_is_waited_for(monkeypatch):
     assert answers.on_ranks(together, 2, work_for_2_s, when="here") == [2.0, 2.0]
 
     monkeypatch.setattr(answers._Work, "went_on", lambda work: False)
-    with pytest.raises(Mistake, match="the ranks wait for each other for ever here"):
+    with pytest.raises(Mistake, match="the ranks wait for each other forever here"):
         answers.on_ranks(together, 2, work_for_2_s, when="here")
 
 

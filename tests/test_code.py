@@ -113,7 +113,7 @@ def test_a_difference_is_counted_and_has_no_line_numbers(recipes):
     ("part", "words"),
     [
         (len, "cannot show len: it has no Python source"),
-        ("train_c", "there is no recipe 'train_c'; there are train.sbatch, train_a, train_b"),
+        ("train_c", "there is no recipe 'train_c'; the recipes are train.sbatch, train_a, train_b"),
         ("../x", "no recipe '../x'"),
     ],
 )

@@ -88,7 +88,7 @@ WORK = [write_a_prediction, run_it, run_it_without_an_output, delete_a_cell]
 def real(tmp_path_factory):
     """The course itself, in a folder with a space in its name."""
     root = tmp_path_factory.mktemp("real") / "my course"
-    for name in ("notebooks", "labs", "records"):
+    for name in ("notebooks", "labs", "records", "docs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     for name in (".gitignore", "GLOSSARY.md"):
         shutil.copy(ROOT / name, root)
@@ -182,7 +182,7 @@ def test_work_stays_when_the_course_moves_on_and_the_new_one_comes_beside_it(cou
 def test_a_copy_that_holds_no_work_is_renewed(course):
     edit(course / "my" / f"{A}.ipynb", no_more)
     write_original(course, A, "predict(5)")
-    assert f"my/{A}.ipynb is now the new version" in said(course)
+    assert f"my/{A}.ipynb has been replaced by the new version" in said(course)
     assert nbformat.read(course / "my" / f"{A}.ipynb", as_version=4).cells[1].source == "predict(5)"
     assert states(course) == {A: "current", B: "current"}
 
@@ -191,7 +191,7 @@ def test_a_copy_that_holds_no_work_is_renewed(course):
     ("text", "told"),
     [
         ("", "cannot be read"),
-        ('{"cells": [], "metadata": {"course_copy": {"of": 3, "cells": null}}}', "other cells"),
+        ('{"cells": [], "metadata": {"course_copy": {"of": 3, "cells": null}}}', "differs from"),
         ('{"cells": [], "metadata": {"course_copy": {"of": "00_a", "cells": "0"}}}', "older version"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(real):
 def test_my_that_is_no_folder_is_one_line(course):
     shutil.rmtree(course / "my")
     (course / "my").symlink_to("nowhere")
-    with pytest.raises(BadInput, match=r"is not a folder.*rename it"):
+    with pytest.raises(BadInput, match=r"is not a folder.*rename the file"):
         copies.update(root=course)
 
 

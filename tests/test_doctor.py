@@ -400,7 +400,7 @@ def test_a_rank_that_fails_is_told_with_the_other(run, end):
         ("--compare none.json train.py", "--compare: none.json cannot be read (No such file or directory)"),
         ("--out train.py train.py", "--out: cannot write to a folder"),
         ("-m pkg.train --lr 1", "-m: there is no module pkg in this folder, nor among the installed ones"),
-        ("hidden/train.py", "{here}/hidden/labs.py has the name of this command's own package: rename it"),
+        ("hidden/train.py", "{here}/hidden/labs.py has the same name as this command's package: rename it"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_a_folder_with_a_package_labs_of_its_own_is_refused_before_anything_star
     with pytest.raises(SystemExit) as end:
         doctor.main()
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and f"{tmp_path / own} has the name" in err
+    assert end.value.code == 2 and err.count("\n") == 1 and f"{tmp_path / own} has the same name" in err
 
 
 def test_a_folder_labs_that_holds_data_only_is_none_of_ours(tmp_path, monkeypatch):

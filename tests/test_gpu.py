@@ -86,7 +86,7 @@ def test_a_run_resumes_and_tries_failed_tasks_again(tmp_path, python, monkeypatc
 def test_no_task_begins_when_the_time_is_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "LEAST_S", 100.0)
     assert gpu.run_all(["launcher"], gpu.Config(minutes=0.1, out=tmp_path), Place(1), tmp_path / "x") == 0
-    assert "the time is up; run the command again to go on with launcher" in capsys.readouterr().out
+    assert "time is up; run the command again to resume with launcher" in capsys.readouterr().out
 
 
 def run(*options, **kwargs):

@@ -76,7 +76,7 @@ def test_a_healthy_machine_passes():
         (
             {"fake": FakeNvml([card(processes=[(90001, 2 * GIB)])]), "known_pids": frozenset({1, 77})},
             "warn",
-            "2.0 GiB held under process numbers of the host (90001)",
+            "2.0 GiB used by host processes (90001)",
         ),
         ({"fake": FakeNvml([card(mig=(1, 1), mig_uuids=["MIG-1"])])}, "warn", "MIG mode"),
     ],

@@ -178,7 +178,7 @@ def test_warm_up_says_that_it_gave_up_at_the_limit(traced):
     traced(TRACES["grows for ever"][0])
     warm = warm_up(lambda: None, CPU, max_steps=20)
     assert warm.steps == 20 and not warm.settled
-    assert str(warm) == "not steady within 20 steps: the last 10 took 41 % longer than the first 10"
+    assert str(warm) == "not steady within 20 steps: the last 10 steps were 41 % slower than the first"
 
 
 def test_ranks_warm_up_for_equally_many_steps():

@@ -160,7 +160,7 @@ def test_formats_are_those_of_the_device():
     ("lab", "values", "words"),
     [
         ("amp_training", {"rows": (8, 0)}, "rows must hold positive numbers"),
-        ("loss_scaling", {"cases": ("no zero_grad",)}, "cases must begin with right"),
+        ("loss_scaling", {"cases": ("no zero_grad",)}, "cases must start with right"),
         ("amp_memory", {"batches": (0,)}, "batches must hold positive numbers"),
         ("mixed_precision", {"models": ()}, "models must name"),
     ],

@@ -84,7 +84,7 @@ def test_the_answer_is_that_of_the_records(run):
     ("nproc", "values", "words"),
     [
         (2, {"batch_size": 36}, "16 micro-batches do not divide a batch of 36 rows: take a multiple of 16"),
-        (2, {"micro_batches": (4,)}, "must hold 1, the naive split"),
+        (2, {"micro_batches": (4,)}, "must include 1, the naive split"),
         (2, {"compare": 5}, "compare, 5, must be one of the micro_batches"),
         (3, {"model": f"{__name__}:own"}, "has 2 layers, not enough for 3 stages: use at most 2 ranks"),
         (2, {"model": f"{__name__}:idle_stage"}, "stage 0 of 2 has no parameter to train: use fewer ranks"),

@@ -103,7 +103,7 @@ def test_a_command_names_itself_and_finds_a_module_in_the_users_folder(name, tmp
     assert run(*(["--show-output", "--seconds", "0"] * (name == "doctor")), "-m", "pkg.train").stdout.count("trained")
     (here / "labs.py").touch()
     refused = run("-m", "pkg.train")
-    assert refused.returncode == 2 and f"{here}/labs.py has the name" in refused.stderr
+    assert refused.returncode == 2 and f"{here}/labs.py has the same name" in refused.stderr
 
 
 # -- two T4, as on Kaggle

@@ -37,7 +37,7 @@ def test_a_name_runs_that_experiment_and_a_wrong_one_is_told(monkeypatch, capsys
 
 def test_models_says_whether_a_factory_can_be_trained(capsys):
     models.main(["labs_for_tests.workloads:model"])
-    assert "can be trained" in capsys.readouterr().out
+    assert "is trainable" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         models.main(["labs_for_tests.workloads:nothing"])
     assert "cannot be imported" in capsys.readouterr().err

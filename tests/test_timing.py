@@ -152,7 +152,7 @@ def endless():
     ("factory", "words"),
     [
         ("broken", "RuntimeError: no such loss$"),
-        ("lost", "died without an error message"),
+        ("lost", "died without a message"),
         ("endless", "no answer within 0.5 s"),
     ],
 )
