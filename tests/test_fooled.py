@@ -3,6 +3,7 @@
 import itertools
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -94,6 +95,16 @@ def test_a_way_fools_only_if_a_run_shows_it():
 def test_an_unknown_way_is_named():
     with pytest.raises(BadInput, match="ways: there is no 'two_unit': did you mean"):
         lab.Config(ways=("two_unit",))
+
+
+def test_a_neighbour_ends_with_its_block_also_after_an_error():
+    def neighbours():
+        return [p for p in psutil.Process().children(recursive=True) if lab.BUSY in p.cmdline()]
+
+    with pytest.raises(KeyError), lab.busy_neighbour():
+        assert len(neighbours()) == 1
+        raise KeyError
+    assert not neighbours()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
