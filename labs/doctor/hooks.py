@@ -53,11 +53,12 @@ class Spans:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
+        self.stack: list[str] = []  # Always this one
         self.restart()
 
     def restart(self) -> None:
         """Begin a step now."""
-        self.stack = ["prepare"]
+        self.stack[:] = ["prepare"]
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self.since = time.perf_counter()
 
@@ -254,10 +255,10 @@ class Hooks:
 
     def _waiting(self, function: Callable) -> Callable:
         """Of a tensor that is on a GPU the value is waited for; the line is noted for any tensor."""
-        noted = self._noted("synchronise", function)
+        noted, stack = self._noted("synchronise", function), self.spans.stack
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.spans.stack[-1] in OPAQUE:  # first: Adam reads a value for each parameter
+            if stack[-1] in OPAQUE:  # first: Adam reads a value for each parameter
                 return function(tensor, *args, **kwargs)
             if not (self.known_values or self.recording) or self._elsewhere():
                 return noted(tensor, *args, **kwargs)
@@ -416,7 +417,7 @@ class Hooks:
             self._seen(module, args, kwargs)
         output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
         if self.spans.stack[-1] == "prepare":
-            self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
+            self.spans.stack[:] = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return output
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:

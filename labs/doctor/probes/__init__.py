@@ -86,17 +86,23 @@ class Probes:
         if of is None:
             of = self.functions[event] = [(p, f) for p in self.probes if (f := getattr(p, event, None)) is not None]
         for probe, function in of:
-            self._guarded(probe, function, *args)
+            try:
+                function(*args)
+            except Exception:
+                self._failed(probe)
 
     def _guarded(self, probe: Any, function: Callable, *args: Any) -> Any:
         try:
             return function(*args)
         except Exception:
-            if os.environ.get("DOCTOR_PROBES_RAISE"):
-                raise
-            self.probes.remove(probe)
-            self.functions = {}
+            self._failed(probe)
             return []
+
+    def _failed(self, probe: Any) -> None:
+        if os.environ.get("DOCTOR_PROBES_RAISE"):
+            raise
+        self.probes.remove(probe)
+        self.functions = {}
 
     # Events
 
