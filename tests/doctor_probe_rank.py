@@ -12,10 +12,8 @@ from labs.doctor.probes import Probes
 script = sys.argv.pop(1)
 folder = Path(script).parent
 probes = Probes(str(folder), str(folder))
-hooks = Hooks(str(folder), lambda spans: None)
-probes.install()
+hooks = Hooks(str(folder), lambda spans: None, probes)
 hooks.install()
-hooks.probes = probes
 leave, pid = os._exit, os.getpid()  # recipes end so
 
 

@@ -3,15 +3,16 @@
 import json
 import os
 import runpy
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from forked import Forks
 
+from labs.doctor.bottlenecks import Match
 from labs.doctor.hooks import Hooks
 from labs.doctor.probes import Probes, merge
-from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene
 
 PARTS = Path(__file__).with_name("doctor_probe_scripts.txt").read_text().split("=== ")[1:]
@@ -36,16 +37,13 @@ def probed(code, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("DOCTOR_PROBES_RAISE", "1")
     probes = Probes(str(folder), str(folder / "scratch"))
-    hooks = Hooks(str(folder), lambda spans: None)
-    probes.install()
+    hooks = Hooks(str(folder), lambda spans: None, probes)
     hooks.install()
-    hooks.probes = probes
     try:
         runpy.run_path(str(script), run_name="__main__")
         return merge([probes.findings()])
     finally:
         hooks.remove()
-        probes.remove()
 
 
 @pytest.mark.parametrize("name", named("wrong, "))
@@ -112,7 +110,7 @@ def test_a_worker_that_keeps_what_it_reads_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("labs.doctor.probes.data.LOOK_S", 0.0)
     code = LEAK.replace("KEEP", "self.seen.append(os.urandom(50_000))  # here")
     (leak,) = probed(code, tmp_path, monkeypatch)
-    assert (leak.probe, leak.line) == ("workers", line_of(PRELUDE + code)) and leak.numbers["MB per worker"] > 4
+    assert (leak.probe, leak.line) == ("workers", line_of(PRELUDE + code)) and leak.words["per_worker"] > 4
 
 
 def test_a_cache_without_a_bound_is_named(tmp_path, monkeypatch):
@@ -136,11 +134,13 @@ def test_counterfactuals_are_not_observed(tmp_path, monkeypatch):
     assert probed(SCRIPTS["wrong, shapes: arithmetic"], tmp_path, monkeypatch) == []
 
 
+FOUND = [("workers", True), ("shapes", True), ("effect", False)]
+
+
 def test_wrong_results_come_first_and_ranks_that_agree_are_told_together():
-    rows = [found(probe, "t", ("a.py", 1), "f", wrong=wrong) for probe, wrong in (("workers", True), ("shapes", True))]
-    rows.append(found("effect", "t", ("a.py", 1), "f", wrong=False))
-    merged = merge([rows, rows[:1]])
-    assert [(f.probe, f.ranks) for f in merged] == [("shapes", [0]), ("workers", [0, 1]), ("effect", [0])]
+    seen = [Match(probe, "t", "f", "a.py", 1, "", {}, wrong=wrong) for probe, wrong in FOUND]
+    merged = merge([[asdict(m) for m in seen], [asdict(seen[0])]])
+    assert [m.probe for m in merged] == ["shapes", "workers", "effect"]
     assert merged[0].where.startswith("a.py:1")
 
 
@@ -149,7 +149,8 @@ def test_a_probe_that_fails_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(Scene, "parameters", lambda scene: 1 / 0)
     (tmp_path / "train.py").write_text("")
     probes = Probes(str(tmp_path), str(tmp_path))
-    probes.install()
+    hooks = Hooks(str(tmp_path), lambda spans: None, probes)
+    hooks.install()
     try:
         weight = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -158,4 +159,4 @@ def test_a_probe_that_fails_is_left_out(tmp_path, monkeypatch):
             optimizer.step()
         assert probes.scene.step == 15 and len(probes.probes) < 8
     finally:
-        probes.remove()
+        hooks.remove()

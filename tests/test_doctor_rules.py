@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from labs.doctor.bottlenecks import WRONG
 from labs.doctor.static_rules import check
 
 RECIPES = Path(__file__).parents[1] / "labs" / "recipes"
@@ -31,12 +30,12 @@ def test_a_recipe_with_one_changed_line_is_found(recipe, line, instead, rule, co
     source = (RECIPES / f"{recipe}.py").read_text()
     assert line in source
     [match] = found(tmp_path, source.replace(line, instead))
-    assert match.rule == rule and code in match.code and match.line and match.fix
+    assert match.probe == rule and code in match.code and match.line and match.fix
 
 
 def test_what_a_library_does_is_not_missing(tmp_path):
     loop = "import torch\nloss.backward()\noptimizer.step()\n"
-    assert [m.rule for m in found(tmp_path, loop)] == ["zero-grad-missing"]
+    assert [m.probe for m in found(tmp_path, loop)] == ["zero-grad-missing"]
     assert found(tmp_path, loop.replace("torch", "accelerate")) == []
 
 
@@ -45,7 +44,7 @@ def test_modules_of_the_scripts_folder_are_read(tmp_path):
     (tmp_path / "lib" / "__init__.py").write_text("from .steps import one\n")
     (tmp_path / "lib" / "steps.py").write_text("def one(loss, opt):\n    loss.backward()\n    opt.step()\n")
     [match] = found(tmp_path, "import lib\nlib.one(1, 2)\n")
-    assert (Path(match.file).name, match.line, match.kind) == ("steps.py", 2, WRONG)
+    assert (Path(match.file).name, match.line, match.wrong) == ("steps.py", 2, True)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from labs.doctor import static_rules, supervisor
+from labs.doctor.bottlenecks import Match
 from labs.doctor.profile import Profile
-from labs.doctor.static_rules import Match
 from labs.doctor.supervisor import FIRST_S, LEAST_S, TIMES_LONGEST
 from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail

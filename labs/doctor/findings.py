@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import (
@@ -28,6 +28,7 @@ from labs.doctor.bottlenecks import (
     UNPRICED,
     WRONG,
     Bottleneck,
+    Match,
     option,
 )
 from labs.doctor.estimated_gain import part_s, standing
@@ -35,9 +36,6 @@ from labs.doctor.probes import merge
 from labs.doctor.profile import KINDS as SPANS
 from labs.doctor.profile import Profile, not_reached, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate
-
-if TYPE_CHECKING:
-    from labs.doctor.static_rules import Match
 
 INTERLEAVED, FROM_PARTS, BY_READING = "steps measured in turn", "from the step's parts", "read in the source"
 SEEN, BY_PROBE = "seen in the running script", "measured while it ran"
@@ -77,13 +75,11 @@ class Finding:
 def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Finding]:
     """Of all ranks, the most severe first."""
     ranks = with_steps(profiles)
+    seen = [(m, BY_PROBE) for m in merge([p.probes for p in profiles])] + [(m, BY_READING) for m in matches]
     found = [
-        Finding(f.probe, f.title, None, f.where, f.fix, "", BY_PROBE, WRONG if f.wrong else RISK, tuple(f.also))
-        for f in merge([p.probes for p in profiles])
+        Finding(m.probe, m.what, None, m.where, m.fix, m.notebook, by, WRONG if m.wrong else RISK, tuple(m.also))
+        for m, by in seen
     ]
-    for m in matches:
-        where = f"{os.path.basename(m.file)}:{m.line}  {m.code}"
-        found.append(Finding(m.rule, m.what, None, where, m.fix, m.notebook, BY_READING, m.kind))
     found += [_for_its_trainer(f, ranks[0]) for f in _slow(ranks)] if ranks else []
     return sorted(found, key=_severity)
 

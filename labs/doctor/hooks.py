@@ -17,7 +17,6 @@ import linecache
 import math
 import os
 import sys
-import sysconfig
 import threading
 import time
 import types
@@ -29,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from labs.doctor.bottlenecks import PARTS, TRAINERS
+from labs.doctor.probes.scene import OwnLines, callers, local
 from labs.doctor.profile import KINDS, Line, Loader, Profile
 from labs.doctor.rows import by_batch_ms, whole
 from labs.kit import _compat
@@ -39,11 +39,9 @@ COLLECTIVES = """all_reduce all_gather all_gather_into_tensor reduce reduce_scat
 reduce_scatter_tensor all_to_all all_to_all_single gather scatter send recv all_gather_object broadcast_object_list
 gather_object batch_isend_irecv""".split()
 """Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
-OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
+OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device", "doctor"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
 LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
-HERE = os.path.dirname(os.path.realpath(__file__))
-LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 SCALER = os.path.join("amp", "grad_scaler.py")
 """Of torch. Its `step` reads from the device whether a gradient is infinite: no script can be without that."""
 
@@ -59,7 +57,7 @@ class Spans:
     def restart(self) -> None:
         """Begin a step now."""
         self.stack[:] = ["prepare"]
-        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.seconds = dict.fromkeys((*KINDS, "doctor"), 0.0)  # "doctor": what the probes take
         self.since = time.perf_counter()
 
     def stop(self) -> None:
@@ -72,6 +70,10 @@ class Spans:
         self.seconds[self.stack[-1]] += now - self.since
         self.since = now
         return self.seconds
+
+    def clock(self) -> float:
+        """Seconds that stand still while the probes work; only differences within a step mean something."""
+        return time.perf_counter() - self.seconds["doctor"]
 
     def enter(self, kind: str) -> None:
         """From here on time is of this kind."""
@@ -88,11 +90,14 @@ class Spans:
 class Hooks:
     """Installed by `install`. `on_step(seconds by kind)` is called at the end of each step, and may raise."""
 
-    def __init__(self, folder: str, on_step: Callable[[dict[str, float]], None]) -> None:
-        """`folder`: of the script; only lines of files in it are noted."""
-        self.folder, self.on_step = os.path.realpath(folder), on_step
+    def __init__(self, folder: str, on_step: Callable[[dict[str, float]], None], probes: Any = None) -> None:
+        """`folder`: of the script; only lines of files in it are noted. `probes`: of labs.doctor.probes, if wanted."""
+        self.on_step, self.probes = on_step, probes
+        self.own = OwnLines(folder)
+        self.own_line = self.own.line
         self.spans = Spans()
-        self.probes: Any = None  # Of labs.doctor.probes: they see each call of a model
+        if probes is not None:
+            probes.scene.spans = self.spans
         self.recording = False  # Whether lines and device times are noted
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
         self.ddp: list[Any] = []
@@ -112,7 +117,6 @@ class Hooks:
         self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
         self.synchronised = True  # Whether a step ends only when the device has done its work
-        self._own: dict[str, bool] = {}
         self._looked = 0
         self._fetched: list[weakref.ref] = []
         self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -142,6 +146,9 @@ class Hooks:
         from torch.utils.data import DataLoader
 
         self.torch = torch
+        if self.probes is not None:  # first: the hooks wrap what it replaces
+            self.probes.install()
+            self._undo.callback(self.probes.remove)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         replaced = [(torch.autograd, name, self._backward) for name in ("backward", "grad")]
@@ -232,7 +239,7 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.spans.stack[-1] in OPAQUE or self._elsewhere():
                 return function(*args, **kwargs)
-            begun, result = time.perf_counter(), None
+            begun, result = self.spans.clock(), None
             try:
                 result = self._timed(kind, function, args, kwargs)
                 return result
@@ -240,7 +247,7 @@ class Hooks:
                 if self.recording and not (kind == "copy" and result is args[0]):  # it was there
                     noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
                     noted[0] += 1
-                    noted[1] += time.perf_counter() - begun
+                    noted[1] += self.spans.clock() - begun
 
         return call
 
@@ -294,13 +301,25 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere():
                 return function(*args, **kwargs)
-            if function.__name__ == "backward":
-                self.backwards += 1
-                self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
             self.anomaly = self.anomaly or self.torch.is_anomaly_enabled()
-            return self._on_device("backward", function, args, kwargs)
+            if function.__name__ != "backward":
+                return self._on_device("backward", function, args, kwargs)
+            self.backwards += 1
+            self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
+            losses = args[0] if args else kwargs.get("tensors")
+            self._observed("notice", "before_backward", losses)
+            result = self._on_device("backward", function, args, kwargs)
+            self._observed("notice", "after_backward", losses)
+            return result
 
         return call
+
+    def _observed(self, event: str, *args: Any) -> None:
+        """The probes look, outside the script's time."""
+        if self.probes is not None and not self.probes.scene.paused:
+            self.spans.enter("doctor")
+            getattr(self.probes, event)(*args)
+            self.spans.leave()
 
     def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Timed by the host's clock, and on a GPU by events on its stream."""
@@ -409,8 +428,7 @@ class Hooks:
         training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in self._leaves((args, kwargs)))
         again = self.spans.stack[-1] == "backward"
         self._sort(training)
-        if self.probes is not None:
-            self.probes.forward(module, training, again, args, kwargs)
+        self._observed("forward", module, training, again, args, kwargs)
         if not training:
             return self._on_device("evaluation", function, args, kwargs)
         if not again:
@@ -436,12 +454,12 @@ class Hooks:
     def unobserved(self) -> Iterator[None]:
         """Steps within are no steps of the script: the probes look at none of it."""
         if self.probes is not None:
-            self.probes.paused = True
+            self.probes.scene.paused = True
         try:
             yield
         finally:
             if self.probes is not None:
-                self.probes.paused = False
+                self.probes.resumed()
 
     @property
     def samples(self) -> int:
@@ -479,7 +497,7 @@ class Hooks:
 
     def in_forward(self, frame: types.FrameType | None) -> bool:
         """Whether a module's forward is running there: called by name, or of a module that is not a root."""
-        return any(f.f_code in self.forwards for f in _callers(frame))
+        return any(f.f_code in self.forwards for f in callers(frame))
 
     # Steps
 
@@ -488,10 +506,11 @@ class Hooks:
             return None
         self.optimizers[id(optimizer)] = optimizer
         begun = self._stepping.get(id(optimizer))
-        if begun and begun[0] in _callers(sys._getframe(1)):  # a subclass whose step calls that of its class
+        if begun and begun[0] in callers(sys._getframe(1)):  # a subclass whose step calls that of its class
             begun[1] += 1
             return None
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
+        self._observed("before_step", optimizer)
         self.spans.enter("optimizer")
         self._optimizer_began = self.mark() if self.recording else None
         if not any(map(callable, (*args[1:], *kwargs.values()))):
@@ -521,6 +540,7 @@ class Hooks:
         if self._optimizer_began is not None:
             self._events.append(("optimizer", self._optimizer_began, self.mark()))
             self._optimizer_began = None
+        self._observed("after_step", optimizer)
         if self._ends_a_step(id(optimizer)):
             self._end_step()
 
@@ -537,6 +557,7 @@ class Hooks:
         if self.synchronised:
             self.synchronise()
         seconds = self.spans.cut()
+        del seconds["doctor"]
         if self.looking:
             self._discover()
         elif not self.called and self.loader is None:
@@ -572,19 +593,6 @@ class Hooks:
 
     # Lines
 
-    def own_line(self, frame: types.FrameType | None) -> tuple[str, int]:
-        """The nearest line of the script's own that has led to `frame`; ("", 0) if there is none."""
-        while frame is not None:  # no generator: it is called in each step
-            name = frame.f_code.co_filename
-            if name not in self._own:
-                path = os.path.realpath(name)
-                inside = path.startswith(self.folder + os.sep) and not path.startswith(LIBRARIES)
-                self._own[name] = inside and "-packages" not in path[len(self.folder) :]  # pip's --user is there
-            if self._own[name]:
-                return name, frame.f_lineno
-            frame = frame.f_back
-        return "", 0
-
     def noted_lines(self, steps: int) -> list[Line]:
         """Costliest first."""
         found = [
@@ -609,23 +617,11 @@ def _new_containers(batch: Any) -> Any:
     return batch if hasattr(batch, "data_ptr") else _compat.tree_map(lambda leaf: leaf, batch)
 
 
-def _callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """`frame` and those that have led to it."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _own_copy(value: Any) -> Any:
     """A tensor or array may be written into by whoever gets it."""
     if hasattr(value, "clone"):
         return value.clone()
     return value.copy() if hasattr(value, "__array__") and hasattr(value, "copy") else value
-
-
-def local_part(tensor: Any) -> Any:
-    """Of a tensor of FSDP2, what is on this rank."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def describe(hooks: Hooks, profile: Profile) -> None:
@@ -639,7 +635,7 @@ def describe(hooks: Hooks, profile: Profile) -> None:
     hooks.ddp = ddp = list({id(m): m for m in modules if isinstance(m, DistributedDataParallel)}.values())
     parameters = {id(p): p for root in roots for p in root.parameters()}.values()
     with torch.no_grad():
-        weights = sum(float(local_part(p).detach().sum(dtype=torch.float64)) for p in parameters)
+        weights = sum(float(local(p).sum(dtype=torch.float64)) for p in parameters)
     profile.training = {
         "forward_seen": bool(hooks.called),
         "trainer": _trainer(),
@@ -677,14 +673,14 @@ def describe(hooks: Hooks, profile: Profile) -> None:
 
 def _trainer() -> str:
     """Whose loop has called down to here: a name in TRAINERS, or "" for a loop of one's own."""
-    modules = [f"{f.f_globals.get('__name__')}." for f in _callers(sys._getframe(1))]
+    modules = [f"{f.f_globals.get('__name__')}." for f in callers(sys._getframe(1))]
     return next((t for prefix, t in TRAINERS.items() if any(m.startswith(f"{prefix}.") for m in modules)), "")
 
 
 def _item_line(hooks: Hooks, dataset: Any) -> str:
     """Where the script's own __getitem__ returns."""
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    if code is None or not os.path.realpath(code.co_filename).startswith(hooks.folder + os.sep):
+    if code is None or not hooks.own.owns(code.co_filename):
         return ""
     last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
     return f"{os.path.basename(code.co_filename)}:{last}  {linecache.getline(code.co_filename, last).strip()}"

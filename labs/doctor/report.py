@@ -13,19 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labs.doctor import estimated_gain as gains
-from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, TEXTS, UNPRICED, WRONG
+from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, TEXTS, UNPRICED, WRONG, Match
 from labs.doctor.findings import Finding, find, healthy, idle_share, ms, unknown, with_steps
 from labs.doctor.findings import count as many
 from labs.doctor.profile import AS_IS, KINDS, Profile, from_json
 from labs.kit.errors import BadInput
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import parse_json, plain, provenance, write_atomic
-
-if TYPE_CHECKING:
-    from labs.doctor.static_rules import Match
 
 TEMPLATE = Path(__file__).with_name("report_page.html.txt")
 VERSION = 3  # Of the JSON

@@ -79,9 +79,8 @@ class ScriptProcess:
         from labs.doctor.schedule import plan
 
         settings, self.of_process = self.settings, usage
-        self.hooks = Hooks(os.path.dirname(os.path.realpath(settings.argv[0])), self.stepped)
-        self.hooks.probes = Probes(self.hooks.folder, scratch=settings.folder)
-        self.hooks.probes.install()  # before the hooks, which wrap what it replaces
+        folder = os.path.dirname(os.path.realpath(settings.argv[0]))
+        self.hooks = Hooks(folder, self.stepped, Probes(folder, scratch=settings.folder))
         self.hooks.install()
         self.plan = plan(self.hooks, self.profile, settings.steps, settings.seconds, MODES)
         next(self.plan)

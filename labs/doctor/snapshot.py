@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from labs.doctor.hooks import Hooks, local_part
+from labs.doctor.hooks import Hooks
+from labs.doctor.probes.scene import local
 from labs.kit import _compat, host
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
@@ -62,7 +63,7 @@ def has_room(hooks: Hooks, local_ranks: int) -> bool:
     On a host that is this rank's part, within the limit of its control group (Slurm's of a job), which kills what
     exceeds it; each rank is taken to use as much of it as this one.
     """
-    needed = sum(t.numel() * t.element_size() for t in map(local_part, _tensors(hooks)))
+    needed = sum(t.numel() * t.element_size() for t in map(local, _tensors(hooks)))
     if hooks.device is not None and hooks.device.type == "cuda":
         return needed < hooks.torch.cuda.mem_get_info(hooks.device)[0] // 2
     free, limit = psutil.virtual_memory().available, host.memory_limit_bytes()

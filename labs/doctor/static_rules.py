@@ -8,40 +8,25 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from labs.doctor.bottlenecks import KINDS, TEXTS
+from labs.doctor.bottlenecks import Match, matched
 
 MOST_FILES = 60
 TRAINERS = ("accelerate", "deepspeed", "lightning", "pytorch_lightning", "transformers")
-
-
-@dataclass(frozen=True)
-class Match:
-    """A line that a rule has found."""
-
-    rule: str
-    file: str
-    line: int
-    code: str
-    what: str
-    fix: str
-    notebook: str
-    kind: str  # WRONG: results are others than they seem to be; RISK: they may be
 
 
 class Program:
     """Syntax trees of the script and of what it imports from its own folder."""
 
     def __init__(self, script: Path) -> None:
-        self.lines: dict[str, list[str]] = {}
+        self.read: set[str] = set()
         self.file_of: dict[ast.AST, str] = {}
         self.modules: set[str] = set()
         waiting, folder = [script], script.resolve().parent
-        while waiting and len(self.lines) < MOST_FILES:
+        while waiting and len(self.read) < MOST_FILES:
             path = waiting.pop(0)
-            if str(path) not in self.lines:
+            if str(path) not in self.read:
                 waiting += [p for name in self._read(path) for p in _files(folder, path.resolve().parent, name)]
         self.calls = [n for n in self.file_of if isinstance(n, ast.Call)]
         self.words = {_last(n) for n in self.file_of if isinstance(n, ast.Name | ast.Attribute)}
@@ -49,11 +34,9 @@ class Program:
 
     def _read(self, path: Path) -> list[str]:
         """Names of the modules that it imports."""
-        self.lines[str(path)] = []
+        self.read.add(str(path))
         try:
-            raw = path.read_bytes()
-            tree = ast.parse(raw)
-            self.lines[str(path)] = raw.decode(errors="replace").splitlines()
+            tree = ast.parse(path.read_bytes())
             self.file_of |= dict.fromkeys(ast.walk(tree), str(path))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return []  # what cannot be read is run all the same
@@ -124,11 +107,7 @@ RULES: dict[str, Callable[[Program], Iterator[ast.AST]]] = {
 
 
 def check(script: Path) -> list[Match]:
-    """Wrong ones first."""
-    program, found = Program(Path(script)), []
-    for rule, find in RULES.items() if not program.has_trainer else ():
-        for node in find(program):
-            file = program.file_of[node]
-            code = program.lines[file][node.lineno - 1].strip()
-            found.append(Match(rule, file, node.lineno, code, **TEXTS["rule"][rule]))
-    return sorted(found, key=lambda m: KINDS.index(m.kind))
+    """Return the lines that the rules find."""
+    program = Program(Path(script))
+    rules = {} if program.has_trainer else RULES
+    return [matched(rule, (program.file_of[n], n.lineno)) for rule, find in rules.items() for n in find(program)]

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from labs.doctor.bottlenecks import Match
+from labs.doctor.probes import data, replicas
 from labs.doctor.probes.data import Data
 from labs.doctor.probes.effect import Effect
-from labs.doctor.probes.findings import Finding
 from labs.doctor.probes.losses import Losses, Warnings
-from labs.doctor.probes.merging import merge
 from labs.doctor.probes.replicas import Replicas
 from labs.doctor.probes.saving import Saving
 from labs.doctor.probes.scene import Scene
 from labs.doctor.probes.schedules import Schedules
 from labs.doctor.probes.validation import Validation
 
-__all__ = ["Finding", "Probes", "merge"]
+__all__ = ["Probes", "merge"]
 
-
+SEVERITY = "replicas effect shapes data accumulation validation checkpoint workers warning".split()
+"""The probes, most severe first."""
 KEPT_AT = (5, 55, 144, 377, 987)
 """Steps at which findings are kept, for scripts that end soon and take their objects with them."""
 
 
 class Probes:
-    """All probes of one rank. An error in one of them ends that probe and nothing else."""
+    """All probes of one rank, which the hooks call. An error in one of them ends that probe and nothing else."""
 
     def __init__(self, folder: str, scratch: str) -> None:
         """`folder` is the script's; worker processes leave small files in `scratch`."""
@@ -44,24 +44,16 @@ class Probes:
             Saving(scene, schedules),
             Validation(scene, data),
         ]
-        self.functions: dict[str, list[tuple[Any, Callable]]] = {}
-        """Of all probes, by event."""
-        self.within: dict[int, Any] = {}
-        """Frames in which optimizers' steps run, by id of the optimizer."""
+        self.functions: dict[str, list[tuple[Any, Callable]]] = {}  # Of all probes, by event
         scene.keep = self.findings
-        self.last: list[dict[str, Any]] = []
-        """Findings while the script's optimizers were alive."""
+        self.last: list[dict[str, Any]] = []  # Findings while the script's optimizers were alive
 
     def install(self) -> None:
         """Take part in the script from here on. Call it once torch is imported, before other hooks."""
         import torch  # not at the top: the script may set variables before its own import
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.scene.torch = torch
         os.register_at_fork(after_in_child=self.scene.forked)
-        self.scene.undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self.scene.undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self.scene.replace(torch.autograd, "backward", self._backward)
         for probe in self.probes:
             if hasattr(probe, "install"):
                 probe.install()
@@ -70,18 +62,15 @@ class Probes:
         """Put back all that was replaced."""
         self.scene.undo.close()
 
-    @property
-    def paused(self) -> bool:
-        """Whether a counterfactual runs, whose steps are not the script's."""
-        return self.scene.paused
+    def resumed(self) -> None:
+        """Observe steps again, after a counterfactual's, which are not the script's."""
+        self.scene.paused = False
+        self.notice("resumed")
 
-    @paused.setter
-    def paused(self, on: bool) -> None:
-        self.scene.paused = on
-        if not on:
-            self._all("resumed")
-
-    def _all(self, event: str, *args: Any) -> None:
+    def notice(self, event: str, *args: Any) -> None:
+        """Have all probes observe an event in the script's thread."""
+        if self.scene.paused:
+            return
         of = self.functions.get(event)
         if of is None:
             of = self.functions[event] = [(p, f) for p in self.probes if (f := getattr(p, event, None)) is not None]
@@ -91,13 +80,6 @@ class Probes:
             except Exception:
                 self._failed(probe)
 
-    def _guarded(self, probe: Any, function: Callable, *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception:
-            self._failed(probe)
-            return []
-
     def _failed(self, probe: Any) -> None:
         if os.environ.get("DOCTOR_PROBES_RAISE"):
             raise
@@ -106,53 +88,50 @@ class Probes:
 
     # Events
 
-    def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if self.scene.away():
-            return
-        begun = self.within.get(id(optimizer))
-        if begun is not None and _runs(begun):  # a subclass's step that calls its parent's
-            return
-        self.within[id(optimizer)] = sys._getframe(1)
-        if self.scene.optimizers.get(id(optimizer)) is not optimizer:
-            self.scene.optimizers[id(optimizer)] = optimizer
-            self.scene.steps_of[id(optimizer)] = 0
-        number = self.scene.steps_of[id(optimizer)] + 1
-        self._all("before_step", optimizer, number)
+    def before_step(self, optimizer: Any) -> None:
+        """Observe an optimizer that begins its step."""
+        scene, key = self.scene, id(optimizer)
+        if not scene.paused:
+            if scene.optimizers.get(key) is not optimizer:
+                scene.optimizers[key], scene.steps_of[key] = optimizer, 0
+            self.notice("before_step", optimizer, scene.steps_of[key] + 1)
 
-    def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if self.scene.away() or self.within.get(id(optimizer)) is not sys._getframe(1):
-            return
-        del self.within[id(optimizer)]
-        number = self.scene.steps_of[id(optimizer)] = self.scene.steps_of[id(optimizer)] + 1
-        self.scene.step += 1
-        self._all("after_step", optimizer, number)
-        if number in KEPT_AT:
-            self.findings()
+    def after_step(self, optimizer: Any) -> None:
+        """Observe what its step has changed."""
+        scene, key = self.scene, id(optimizer)
+        if not scene.paused:
+            scene.step += 1
+            scene.steps_of[key] = number = scene.steps_of[key] + 1
+            self.notice("after_step", optimizer, number)
+            if number in KEPT_AT:
+                self.findings()
 
-    def _backward(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.scene.away():
-                return original(tensors, *args, **kwargs)
-            self._all("before_backward", tensors)
-            result = original(tensors, *args, **kwargs)
-            self._all("after_backward", tensors)
-            return result
-
-        return backward
-
-    def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> None:
-        """Hear that the script calls an outermost model; `again`: within backward, for a checkpoint."""
-        if not self.scene.away():
-            self.scene.roots.setdefault(id(module), module)
-            self._all("forward", module, training, again, args, kwargs)
+    def forward(self, module: Any, *args: Any) -> None:
+        """Observe that the script calls an outermost model: with gradients, within backward, and its arguments."""
+        self.scene.roots.setdefault(id(module), module)
+        self.notice("forward", module, *args)
 
     def findings(self) -> list[dict[str, Any]]:
         """Return what is found so far, as JSON holds it. Once the script has dropped its objects that is final."""
         if self.scene.optimizers or not self.last:
-            rows = [row for probe in list(self.probes) for row in self._guarded(probe, probe.findings)]
-            self.last = _finite(rows)
+            rows: list[Any] = []
+            for probe in list(self.probes):
+                try:
+                    rows += probe.findings()
+                except Exception:
+                    self._failed(probe)
+            self.last = _finite([asdict(row) if isinstance(row, Match) else row for row in rows])
         return self.last
+
+
+def merge(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
+    """Put the findings of all ranks together, most severe first; compare what they say about data and replicas."""
+    seen = [Match(**row) for of in per_rank for row in of if not row["probe"].startswith("_")]
+    seen += replicas.compare(per_rank) + data.compare(per_rank)
+    first: dict[tuple, Match] = {}
+    for match in seen:
+        first.setdefault((match.probe, match.file, match.line, match.fix), match)
+    return sorted(first.values(), key=lambda m: (not m.wrong, SEVERITY.index(m.probe)))
 
 
 def _finite(tree: Any) -> Any:
@@ -162,10 +141,3 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_finite(value) for value in tree]
     return 0.0 if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def _runs(frame: Any) -> bool:
-    here = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from labs.doctor.probes.findings import found
+from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import WARM_UP, Scene, assignments, name_in, parsed, some, tensors_in
 from labs.kit import _compat
 
@@ -45,8 +45,7 @@ class Data:
         """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.current = self.last = self.rewound = 0
-        self.latest: Any = None
-        """The loader iterated last, alive until what it delivered has been counted."""
+        self.latest: Any = None  # The loader iterated last, alive until what it delivered has been counted
         self.epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         """Of each DistributedSampler that shuffles: epoch and step when a pass over it began."""
         self.inputs: list[tuple[int, int]] = []
@@ -55,8 +54,7 @@ class Data:
         self.looks: list[tuple[int, dict[int, float]]] = []
         self.looked, self.rarer = 0.0, 1
         self.worker: dict[str, Any] = {}
-        self.samplers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        """Lines that make each DistributedSampler."""
+        self.samplers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Lines that make DistributedSamplers
 
     def install(self) -> None:
         """Before any loader starts its workers: they inherit what is replaced here."""
@@ -100,8 +98,10 @@ class Data:
 
     def shared_out(self) -> bool:
         """Return whether a DistributedSampler shares the training's data out."""
-        loaders = [of["loader"]() for of in self.loaders.values() if of["training"]]
-        return any(type(getattr(one, "sampler", None)).__name__ == "DistributedSampler" for one in loaders)
+        return any(type(sampler).__name__ == "DistributedSampler" for sampler in self._training_samplers())
+
+    def _training_samplers(self) -> list[Any]:
+        return [getattr(of["loader"](), "sampler", None) for of in self.loaders.values() if of["training"]]
 
     def _sharing(self, _: Any, sampler: Any, *args: Any, **kwargs: Any) -> None:
         self.samplers[sampler] = self.scene.line()
@@ -181,7 +181,7 @@ class Data:
 
     # Findings
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match | dict[str, Any]]:
         """Return what loaders, samplers and workers show, and the digests of this rank's inputs."""
         rows = [json.loads(path.read_text()) for path in Path(self.scene.scratch).glob("worker-*.json")]
         left = [row for row in rows if row["number"] in self.loaders]
@@ -199,14 +199,15 @@ class Data:
 
     def _stream(self, dataset: Any) -> tuple[str, int] | None:
         """Return the line of the __iter__ of a stream of the script's own."""
-        code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
-        stream = isinstance(dataset, self.scene.torch.utils.data.IterableDataset) and code is not None
-        return (code.co_filename, code.co_firstlineno) if stream and self.scene.owns(code.co_filename) else None
+        code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None) if self._is_stream(dataset) else None
+        return (code.co_filename, code.co_firstlineno) if code and self.scene.owns(code.co_filename) else None
+
+    def _is_stream(self, dataset: Any) -> bool:
+        return isinstance(dataset, self.scene.torch.utils.data.IterableDataset)
 
     def _share(self) -> list[Any] | None:
         """Return rank and line of the sampler that shares the training's data out."""
-        loaders = [of["loader"]() for of in self.loaders.values() if of["training"]]
-        samplers = [s for one in loaders if (s := getattr(one, "sampler", None)) in self.samplers]
+        samplers = [s for s in self._training_samplers() if s in self.samplers]
         return [samplers[0].rank, list(self.samplers[samplers[0]])] if samplers else None
 
     def _draws_rows(self) -> bool:
@@ -222,20 +223,15 @@ class Data:
                 return True
         return "Generator(" in self.scene.text()
 
-    def _same_epoch(self) -> Iterator[dict[str, Any]]:
+    def _same_epoch(self) -> Iterator[Match]:
         for loader, of in {id(of["loader"]()): (of["loader"](), of) for of in self.loaders.values()}.values():
             sampler = getattr(loader, "sampler", None)
-            passes = (
-                list(pairwise(self.epochs.get(sampler, []))) if type(sampler).__name__ == "DistributedSampler" else []
-            )
-            if not self.training(loader):
-                continue
-            if passes and all(a[0] == b[0] and a[1] < b[1] for a, b in passes):
-                title = f"Each epoch has the same order: {len(passes) + 1} passes over the DistributedSampler had "
-                title += f"epoch {passes[0][0][0]}"
-                yield found("data", title, of["at"], "Call sampler.set_epoch(epoch) before each epoch")
+            passes = self.epochs.get(sampler, []) if type(sampler).__name__ == "DistributedSampler" else []
+            same = all(a[0] == b[0] and a[1] < b[1] for a, b in pairwise(passes))
+            if len(passes) > 1 and same and self.training(loader):
+                yield matched("same-order", of["at"], passes=len(passes), epoch=passes[0][0])
 
-    def _workers(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _workers(self, left: list[dict[str, Any]]) -> Iterator[Match]:
         told: set[str] = set()
         for one in left:
             of = self.loaders[one["number"]]
@@ -246,29 +242,22 @@ class Data:
             before = [n for n, o in self.loaders.items() if n < one["number"] and o["loader"]() is loader]
             before = [n for n in before if self.loaders[n]["rewound"] == of["rewound"]]
             earlier = [r for r in left if r["number"] in before and r["worker"] == one["worker"]]
-            iterable = isinstance(loader.dataset, self.scene.torch.utils.data.IterableDataset)
             same = [r for r in mates if r["batches"] == one["batches"] and len(set(r["batches"])) > 1]
-            if same and iterable and "data" not in told:
+            if same and self._is_stream(loader.dataset) and "data" not in told:
                 told.add("data")
-                title = f"The {loader.num_workers} workers yield the same samples: the data comes {len(same) + 1} times"
-                fix = "Share the samples out in __iter__, by torch.utils.data.get_worker_info()"
                 place = self._stream(loader.dataset) or of["at"]
-                yield found("data", title, place, fix, {"workers": len(same) + 1})
+                yield matched("workers-yield-the-same", place, workers=loader.num_workers, times=len(same) + 1)
             for others, when in ((mates, "in all workers"), (earlier, "in each epoch")):
                 for name in set(_repeated(one, others)) - told if self.training(loader) else ():
                     told.add(name)
-                    yield self._same_numbers(name, when, loader, of["at"], 1 + len(others))
+                    yield self._same_numbers(loader, of["at"], name=name, when=when, times=1 + len(others))
 
-    def _same_numbers(self, name: str, when: str, loader: Any, at: tuple[str, int], count: int) -> dict[str, Any]:
+    def _same_numbers(self, loader: Any, at: tuple[str, int], name: str, **words: Any) -> Match:
         function = getattr(loader.worker_init_fn, "__code__", None)
         if name.startswith("the ") and function is not None:
-            at = function.co_filename, function.co_firstlineno
-            fix = "Seed by torch.initial_seed() in worker_init_fn: it differs from worker to worker and epoch to epoch"
-        else:
-            at = self._assigned(name) or at
-            fix = "Make the generator in the worker: seed it in worker_init_fn by torch.initial_seed()"
-        title = f"The random numbers of {name} are the same {when} (seen {count} times): each started from one state"
-        return found("data", title, at, fix, {"times": count})
+            place = function.co_filename, function.co_firstlineno
+            return matched("same-global-draws", place, name=name, **words)
+        return matched("same-draws", self._assigned(name) or at, name=name, **words)
 
     def _assigned(self, name: str) -> tuple[str, int] | None:
         """Return the first line that assigns to an attribute, or else to a variable, of this name."""
@@ -276,7 +265,7 @@ class Data:
         held = [(f, n) for f, n in made if any(isinstance(t, ast.Attribute) for of in n.targets for t in ast.walk(of))]
         return next(((f, n.lineno) for f, n in (held if "." in name else []) or made), None)
 
-    def _growth(self, left: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _growth(self, left: list[dict[str, Any]]) -> Iterator[Match]:
         if len(self.looks) < FEWEST_LOOKS:
             return
         half = len(self.looks) // 2
@@ -285,12 +274,8 @@ class Data:
         thirds = [self.looks[half + i * (len(self.looks) - 1 - half) // 3][1] for i in range(4)]
         steady = all(b[pid] - a[pid] > 0.1 * (last[pid] - middle[pid]) for a, b in pairwise(thirds) for pid in last)
         mine = [row for row in left if row["pid"] in last and len(row.get("sizes", [])) > 1]
-        grown = {
-            name: (row["sizes"][0][name], n)
-            for row in mine
-            for name, n in row["sizes"][1].items()
-            if n > row["sizes"][0].get(name, n)
-        }
+        sizes = [(name, first.get(name, n), n) for first, now in (r["sizes"] for r in mine) for name, n in now.items()]
+        grown = {name: (before, after) for name, before, after in sizes if after > before}
         of = next((o for o in self.loaders.values() if o["training"]), None)
         loader = of["loader"]() if of else None
         enough = all(mb >= LEAK_MB / (4 if grown else 1) for mb in late)
@@ -304,19 +289,16 @@ class Data:
         fits = per_batch * _batches(loader) < 0.25 * psutil.virtual_memory().available / 2**20
         if grown and fits and all(_bounded(loader, row, grown) for row in mine):
             return
-        title = (
-            f"The memory of the {len(last)} loader workers grows by {1e3 * per_batch:.3g} MB in 1,000 batches in all"
-        )
-        place, fix = of["at"], "Keep nothing from sample to sample in the dataset"
+        place, why, fix = of["at"], "", "Keep nothing from sample to sample in the dataset"
         if grown:
             name, (before, after) = max(grown.items(), key=lambda item: item[1][1])
-            title += f": {name} went from {before} to {after} entries"
+            why = f": {name} went from {before} to {after} entries"
             place = self._grower(name.rpartition(".")[2]) or place
         elif lists:
-            title += f": each worker copies the Python objects of {lists[0]} as it reads them (their reference counts)"
+            why = f": each worker copies the Python objects of {lists[0]} as it reads them (their reference counts)"
             place, fix = self._assigned(lists[0]) or place, "Hold them as one array or tensor, not as Python objects"
-        numbers = {"MB per 1000 batches": 1e3 * per_batch, "MB per worker": sum(late) / len(late)}
-        yield found("workers", title, place, fix, numbers)
+        words = {"per_1000_batches": 1e3 * per_batch, "per_worker": sum(late) / len(late), "why": why, "fix": fix}
+        yield matched("workers-grow", place, workers=len(last), **words)
 
     def _grower(self, name: str) -> tuple[str, int] | None:
         """Return the line that adds to a list, a dict or a set of this name, or the cached function of this name."""
@@ -332,7 +314,7 @@ class Data:
         return None
 
 
-def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
     """Return a finding if all ranks of a data-parallel training were given the same, changing batches."""
     rows = [row for of in per_rank for row in of if row["probe"] == "_inputs"]
     if len(rows) < 2 or len(rows) != len(per_rank) or not all(row["kind"] for row in rows):
@@ -340,16 +322,14 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     digests = [row["digests"] for row in rows]
     if any(d != digests[0] for d in digests) or len(set(digests[0])) < 2:
         return []
-    title = f"All {len(rows)} ranks train on the same batches ({len(digests[0])} of {len(digests[0])} compared)"
-    fix = "Share the data out by rank: a DistributedSampler, or in a stream's __iter__; seed made-up data by the rank"
-    place = rows[0]["place"]
-    title += f": {rows[0]['stream']}.__iter__ gives each rank all of them" if "stream" in rows[0] else ""
+    words = {"ranks": len(rows), "batches": len(digests[0])}
+    why = f": {rows[0]['stream']}.__iter__ gives each rank all of them" if "stream" in rows[0] else ""
     shares = [row["sampler"] for row in rows]
     if all(shares) and len({rank for rank, _ in shares}) == 1:
-        place = shares[0][1]
-        title += f": the DistributedSampler has rank {shares[0][0]} on each of them"
-        fix = "Leave out its `rank` and `num_replicas`, or give it torch.distributed.get_rank()"
-    return [found("data", title, tuple(place), fix, {"batches compared": len(digests[0])})]
+        rank, place = shares[0]
+        why = f": the DistributedSampler has rank {rank} on each of them"
+        return [matched("sampler-has-one-rank", tuple(place), why=why, **words)]
+    return [matched("ranks-see-the-same", tuple(rows[0]["place"]), why=why, **words)]
 
 
 def _random(node: ast.AST, drawn: set[str]) -> bool:

@@ -9,8 +9,8 @@ import re
 import weakref
 from typing import Any
 
-from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import Scene, around, local, looks_at, some
+from labs.doctor.bottlenecks import Match, matched
+from labs.doctor.probes.scene import Scene, around, leaves, listed, local, looks_at, some
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
 """Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
@@ -20,8 +20,8 @@ FROM_THE_START = 20
 """Steps with learning rate 0 from the first one on; warm-ups begin with one or a few."""
 LOSS = re.compile(r"loss|percept|teacher|critic|discrim|reward|lpips|vgg", re.I)
 """Names of networks whose gradients nobody wants."""
-MOST = 16
-"""Tensors that are compared after the warm-up."""
+MOST, MOST_NODES = 16, 2_000
+"""Tensors that are compared after the warm-up; operations that are looked through for the nearest parameter."""
 
 
 class Effect:
@@ -29,30 +29,23 @@ class Effect:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.samples: dict[int, list[dict[str, Any]]] = {}
-        """By id of the optimizer."""
+        self.samples: dict[int, list[dict[str, Any]]] = {}  # By id of the optimizer
         self.places: dict[int, tuple[str, int]] = {}
         self.zero: dict[int, list[int]] = {}
         """By optimizer: longest run of steps at learning rate 0, the current one, steps, first of the longest run."""
         self.casts: list[tuple[weakref.ref, tuple[str, int]]] = []
         """Modules that were put into 16 bits, and the lines that did so."""
-        self.moved_frozen: dict[int, str] = {}
+        self.moved_frozen: set[int] = set()  # Optimizers that change parameters with requires_grad=False
         self.missing: dict[str, Any] = {}
-        self.gone: set[int] = set()
-        """Optimizers whose gradients were there after backward and not at the step."""
-        self.had: dict[int, bool] = {}
-        """Optimizers that had gradients after backward, and whether any was not 0."""
-        self.zeroed: set[int] = set()
-        """Optimizers whose gradients were all set to 0 between backward and step."""
+        self.gone: set[int] = set()  # Optimizers whose gradients were there after backward and not at the step
+        self.had: dict[int, bool] = {}  # Optimizers that had gradients after backward, and whether any was not 0
+        self.zeroed: set[int] = set()  # Optimizers whose gradients were all set to 0 between backward and step
         self.before: list[tuple[Any, Any]] = []
         self.canary: Any = None
         self.stale, self.stale_at = 0, ("", 0)
-        self.nearest: Any = None
-        """The parameter that is nearest to the loss and used once; None if it is used more often."""
-        self.made: dict[int, tuple[str, int]] = {}
-        """Lines that made optimizers."""
-        self.replaced: tuple[str, int] | None = None
-        """Where a model got other parameters after an optimizer had been made."""
+        self.nearest: Any = None  # The parameter that is nearest to the loss and used once
+        self.made: dict[int, tuple[str, int]] = {}  # Lines that made optimizers
+        self.replaced: tuple[str, int] | None = None  # Where a model got other parameters after an optimizer was made
         self.loaded: weakref.WeakSet = weakref.WeakSet()
         self.counting: Any = None
         self.calls: list[bool] = []
@@ -83,7 +76,8 @@ class Effect:
         """Find the parameter that is nearest to the loss."""
         if self.scene.step == 2:
             for loss in roots if isinstance(roots, list | tuple) else [roots]:
-                self.nearest = _nearest(getattr(loss, "grad_fn", None))
+                near = list(leaves(getattr(loss, "grad_fn", None), MOST_NODES))
+                self.nearest = near[0] if sum(p is near[0] for p in near) == 1 else None
 
     def after_backward(self, roots: Any) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
@@ -128,32 +122,27 @@ class Effect:
             of[0], of[3] = of[1], number - of[1] + 1
 
     def _compare(self, optimizer: Any, number: int, rate: float | None) -> None:
-        torch, counts, dtypes, gradients = self.scene.torch, [], [], 0
         if any(p.grad is not None and p.grad.is_sparse for p, _ in self.before):
             return
+        torch, counts, dtypes, gradients = self.scene.torch, [], [], 0
         for p, was in self.before:
             changed = some(p) != was
             if not p.requires_grad:
-                counts.append(changed.sum()), dtypes.append("frozen")
-                continue
-            if p.grad is None or some(p.grad).shape != was.shape:
-                continue
-            gradients += 1
-            pushed = some(p.grad) != 0
-            counts += [pushed.sum(), (pushed & ~changed).sum(), (~torch.isfinite(some(p.grad))).sum()]
-            dtypes.append(str(p.dtype).removeprefix("torch."))
+                if changed.any():
+                    self.moved_frozen.add(id(optimizer))
+            elif p.grad is not None and some(p.grad).shape == was.shape:
+                gradients += 1
+                pushed = some(p.grad) != 0
+                counts += [pushed.sum(), (pushed & ~changed).sum(), (~torch.isfinite(some(p.grad))).sum()]
+                dtypes.append(str(p.dtype).removeprefix("torch."))
         values = iter(torch.stack([c.float().cpu() for c in counts]).tolist() if counts else [])
         sample: dict[str, Any] = {"rate": rate, "gradients": gradients, "of": len(self.before), "pushed": {}}
-        for dtype in dtypes:
-            if dtype == "frozen":
-                if next(values):
-                    self.moved_frozen.setdefault(id(optimizer), "")
-                continue
-            pushed, unchanged, infinite = next(values), next(values), next(values)
+        finite = True
+        for dtype, pushed, unchanged, infinite in zip(dtypes, values, values, values, strict=True):
             total = sample["pushed"].setdefault(dtype, [0, 0])
             total[0], total[1] = total[0] + pushed, total[1] + unchanged
-            sample["infinite"] = sample.get("infinite", 0) + infinite
-        if not sample.get("infinite"):
+            finite = finite and not infinite
+        if finite:
             self.samples.setdefault(id(optimizer), []).append(sample)
         if not gradients and id(optimizer) in self.had:
             self.gone.add(id(optimizer))
@@ -223,7 +212,7 @@ class Effect:
 
     # Findings
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match]:
         """Return what these samples show."""
         out = self._zero_rates() + self._missing()
         for key, samples in self.samples.items():
@@ -237,18 +226,14 @@ class Effect:
             else:
                 out += self._unchanged(key, place, used)
             if key in self.moved_frozen and not self._by_others(key):
-                title = (
-                    "Parameters with requires_grad=False change at each step: the optimizer still has their gradient"
-                )
-                fix = "Freeze with p.grad = None as well, or give the optimizer the other parameters only"
-                out.append(found("effect", title, place, fix))
+                out.append(matched("frozen-changes", place))
         if self.stale >= 2:
-            title = "The model computes with old weights: its autocast block was not left since an earlier step, and "
-            title += "autocast keeps a copy of each weight until the block ends"
-            fix = "Open `with torch.autocast(...)` around forward and loss in each step, not around the loop"
-            place = self.stale_at if self.stale_at[0] else next(iter(self.places.values()), ("", 0))
-            out.append(found("effect", title, place, fix, {"steps with a stale copy": self.stale}))
+            place = self.stale_at if self.stale_at[0] else self._first_step()
+            out.append(matched("autocast-left-open", place, steps=self.stale))
         return out
+
+    def _first_step(self) -> tuple[str, int]:
+        return next(iter(self.places.values()), ("", 0))
 
     def _by_others(self, key: int) -> bool:
         """Return whether this step isn't PyTorch's own: its rounding and its rules are not known."""
@@ -257,53 +242,38 @@ class Effect:
         module = getattr(code, "__module__", "")
         return not module.startswith("torch.optim.") or module.endswith("lbfgs")
 
-    def _no_gradients(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        numbers = {"samples": len(used), "tensors": used[0]["of"]}
+    def _no_gradients(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[Match]:
+        words = {"samples": len(used), "tensors": used[0]["of"]}
         if key in self.gone:
-            title = "step() changes nothing: the gradients are there after backward() and gone at step()"
-            fix = "Move zero_grad() out from between backward() and step()"
-            return [found("effect", title, place, fix, numbers)]
+            return [matched("gradients-removed", place, **words)]
         if key in self.zeroed:
-            title = "step() changes nothing: the gradients are 0 at step() and were not after backward()"
             calls = [(f, c.lineno) for f, c in self.scene.calls() if "clip_grad" in ast.unparse(c.func)]
-            fix = "Clip to a norm above 0, and multiply gradients by no 0, between backward() and step()"
-            return [found("effect", title, calls[0] if len(calls) == 1 else place, fix, numbers)]
+            return [matched("gradients-zeroed", calls[0] if len(calls) == 1 else place, **words)]
         if len(self.scene.optimizers) > 1 or self._by_others(key):
             return []  # one of several may wait for its phase of the training
-        none = not any(s["gradients"] for s in used)
-        if none and self.replaced:
-            title = "step() changes nothing: the optimizer has the parameters that the model had before this line"
-            fix = "Make the optimizer after load_state_dict(..., assign=True), which replaces the parameters"
-            return [found("effect", title, self.replaced, fix, numbers)]
-        place = self._optimizer_line() if none else place
-        tensors = f"{used[0]['of']} tensors of the optimizer"
-        title = "step() changes nothing: "
-        title += f"no gradient reaches any of the {tensors}" if none else f"the gradients of all {tensors} are 0"
-        fix = (
-            "Make the optimizer of the parameters of the model that is called, and keep detach(), .data and no_grad() "
-        )
-        return [found("effect", title, place, fix + "out of the path to the loss", numbers)]
+        if any(s["gradients"] for s in used):
+            return [matched("zero-gradients", place, **words)]
+        if self.replaced:
+            return [matched("parameters-replaced", self.replaced, **words)]
+        return [matched("no-gradients", self._optimizer_line(), **words)]
 
-    def _unchanged(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _unchanged(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[Match]:
         rates = [s["rate"] for s in used if s["rate"] is not None]
         if self._by_others(key) or (rates and max(rates[-1], rates[len(rates) // 2]) > rates[0]):
             return []  # rounding that isn't known, or a warm-up
         for dtype in sorted({d for s in used for d in s["pushed"]}):
             pushed = sum(s["pushed"].get(dtype, (0, 0))[0] for s in used)
             unchanged = sum(s["pushed"].get(dtype, (0, 0))[1] for s in used)
-            half = dtype in ("bfloat16", "float16")
-            if not pushed or unchanged < (HALF_UNCHANGED if half else UNCHANGED) * pushed:
+            short = {"bfloat16": "BF16", "float16": "FP16"}.get(dtype)
+            if not pushed or unchanged < (HALF_UNCHANGED if short else UNCHANGED) * pushed:
                 continue
-            share = f"{100 * unchanged / pushed:.0f} %"
-            numbers = {"share unchanged": unchanged / pushed, "samples": len(used), "learning rate": rates[-1:]}
-            rate = f" at learning rate {rates[-1]:.3g}" if rates else ""
-            short = "BF16" if dtype == "bfloat16" else "FP16" if half else dtype
-            title = f"A step leaves {share} of the {short} weights that have a gradient exactly as they were{rate}"
-            title += ": the updates are smaller than half a step of the format and are rounded away"
-            if half:
+            fix = "Raise the learning rate"
+            if short:
                 fix = "Keep the parameters in FP32, without this cast, and compute under torch.autocast"
-                return [found("effect", title, self._cast_of(key) or place, fix, numbers)]
-            return [found("effect", title, place, "Raise the learning rate", numbers)]
+                place = self._cast_of(key) or place
+            words = {"percent": 100 * unchanged / pushed, "format": short or dtype, "fix": fix}
+            words["rate"] = f" at learning rate {rates[-1]:.3g}" if rates else ""
+            return [matched("rounded-away", place, **words)]
         return []
 
     def _cast_of(self, key: int) -> tuple[str, int] | None:
@@ -312,53 +282,28 @@ class Effect:
         modules = [(ref(), place) for ref, place in reversed(self.casts) if place[0]]
         return next((at for m, at in modules if m is not None and any(id(p) in mine for p in m.parameters())), None)
 
-    def _zero_rates(self) -> list[dict[str, Any]]:
+    def _zero_rates(self) -> list[Match]:
         if not self.zero or any(of[0] < (FEWEST if of[3] > 1 else FROM_THE_START) for of in self.zero.values()):
             return []
         longest, _, _, first = max(self.zero.values())
-        title = f"The learning rate is 0 from step {first} on, for {longest} of the steps seen: they change nothing"
-        fix = "Make the schedule as long as the training, in steps of the optimizer, and look at its warm-up"
-        place = next(iter(self.places.values()), ("", 0))
-        return [found("effect", title, place, fix, {"first step": first, "steps": longest})]
+        return [matched("rate-is-zero", self._first_step(), first=first, steps=longest)]
 
-    def _missing(self) -> list[dict[str, Any]]:
+    def _missing(self) -> list[Match]:
         names = self.missing.get("names")
         if not names:
             return []
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         tensors = f"{len(names)} parameter tensor{'s' * (len(names) > 1)}"
-        title = f"{tensors} with a gradient belong to no optimizer and never change: {listed}"
-        if self.missing["hidden"]:
-            fix = "Put the layers into an nn.ModuleList: a plain list hides them from model.parameters()"
-        else:
-            fix = "Make the optimizer after the last change of the model, of all its parameters"
-        place = self.replaced or self._optimizer_line()
-        return [found("effect", title, place, fix, {"tensors": len(names)})]
+        rule = "layers-in-list" if self.missing["hidden"] else "not-in-optimizer"
+        return [matched(rule, self.replaced or self._optimizer_line(), tensors=tensors, names=listed(names))]
 
     def _optimizer_line(self) -> tuple[str, int]:
         """Return the line that made the only optimizer, else the first that steps."""
         made = [self.made[key] for key in self.scene.optimizers if key in self.made]
-        return made[0] if len(made) == 1 and made[0][0] else next(iter(self.places.values()), ("", 0))
+        return made[0] if len(made) == 1 and made[0][0] else self._first_step()
 
 
 def _gradients(optimizer: Any) -> bool:
     return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
-
-
-def _nearest(node: Any) -> Any:
-    """Return the first parameter on the way back from a loss; None if the graph uses it more than once."""
-    level, first, uses = [node], None, 0
-    for _ in range(2_000):
-        if not level:
-            break
-        here = level.pop(0)
-        for child, _ in here.next_functions if here is not None else ():
-            if hasattr(child, "variable"):
-                first = child if first is None else first
-                uses += child is first
-            elif child is not None:
-                level.append(child)
-    return first.variable if uses == 1 else None
 
 
 def _has_gradient(parameter: Any) -> bool:

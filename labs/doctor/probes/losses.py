@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import Scene, looks_at
+from labs.doctor.bottlenecks import Match, matched
+from labs.doctor.probes.scene import Scene, leaves, looks_at, operands
 from labs.kit import _compat
 
 DEEPEST, MOST_NODES = 24, 120
@@ -44,8 +44,8 @@ LOSSES = (
     "hinge_embedding_loss margin_ranking_loss binary_cross_entropy binary_cross_entropy_with_logits"
 ).split()
 TWICE = {
-    "binary_cross_entropy_with_logits": ("BinaryCrossEntropyWithLogitsBackward0", "SigmoidBackward0", "a sigmoid"),
-    "cross_entropy": ("LogSoftmaxBackward0", "SoftmaxBackward0", "a softmax"),
+    "binary_cross_entropy_with_logits": ("BinaryCrossEntropyWithLogitsBackward0", "SigmoidBackward0", "A sigmoid"),
+    "cross_entropy": ("LogSoftmaxBackward0", "SoftmaxBackward0", "A softmax"),
 }
 """Losses that have an activation in them, their node, that of the activation, and its name."""
 UNEQUAL, FEWEST = 1.25, 3
@@ -78,7 +78,7 @@ class Losses:
         self.scene = scene
         self.suspects = 0
         self.undo: ExitStack | None = None
-        self.shapes: list[dict[str, Any]] = []
+        self.shapes: list[Match] = []
         self.squares: dict[tuple[int, ...], tuple[Any, Any, tuple[str, int]]] = {}
         """By shape: what was broadcast to it in the watched step by arithmetic without gradients, and where."""
         self.window: list[tuple[tuple, dict[tuple, tuple[float, float]]]] = []
@@ -95,11 +95,13 @@ class Losses:
             if node is None:
                 continue
             if not self.shapes and self.undo is None:
-                self.suspects += any(self._squared(child, of) for child, of in _edges(node)) or _activated_twice(node)
+                arithmetic = operands(node, MOST_NODES, ELEMENTWISE)
+                self.suspects += any(self._squared(child, of) for of, child in arithmetic) or _activated_twice(node)
             with self.scene.torch.no_grad():
                 weights = dict(self._weights(node, 1.0, (), DEEPEST))
             if weights and len(self.window) < 256:
-                self.window.append(((*self.scene.line(), _nearest(node)), weights))
+                nearest = id(next(leaves(node, MOST_NODES), None))  # another head is another task
+                self.window.append(((*self.scene.line(), nearest), weights))
 
     def before_step(self, optimizer: Any, step: int) -> None:
         """Compare the micro-batches of this step."""
@@ -155,9 +157,8 @@ class Losses:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.scene.away():
                 if name in TWICE and _below(getattr(args[0] if args else None, "grad_fn", None)) == TWICE[name][1]:
-                    what = f"{TWICE[name][2]} is applied twice: {name} has one, and what it's given comes from another"
-                    fix = "Give the loss what the model has before that, and apply it only to read probabilities"
-                    self.shapes.append(found("shapes", what.capitalize(), self.scene.line(sys._getframe(1)), fix))
+                    place = self.scene.line(sys._getframe(1))
+                    self.shapes.append(matched("activated-twice", place, activation=TWICE[name][2], loss=name))
                 tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, self.scene.torch.Tensor)]
                 self._check(tensors, loss, name, kwargs.get("reduction"), sys._getframe(1))
             return original(*args, **kwargs)
@@ -182,13 +183,11 @@ class Losses:
             self._note(a, b, called, place)
 
     def _note(self, a: tuple[int, ...], b: tuple[int, ...], called: str, place: tuple[str, int]) -> None:
-        title = f"{called} broadcasts {a} against {b}: each value is compared with every other, {math.prod(a)} x "
-        title += f"{math.prod(b)} pairs" if len(a) < 3 and len(b) < 3 else "several targets"
-        fix = "Give both the same shape: squeeze(-1) on the longer one or unsqueeze(-1) on the other"
-        row = found("shapes", title, place, fix, {"shapes": [list(a), list(b)]})
-        meant = re.search(r"unsqueeze|\bNone\b", row["code"])  # pairs on purpose
-        if not meant and row["file"] and all((row["file"], row["line"]) != (r["file"], r["line"]) for r in self.shapes):
-            self.shapes.append(row)
+        others = f"{math.prod(b)} pairs" if len(a) < 3 and len(b) < 3 else "several targets"
+        match = matched("broadcast", place, called=called, first=a, second=b, values=math.prod(a), others=others)
+        meant = re.search(r"unsqueeze|\bNone\b", match.code)  # pairs on purpose
+        if not meant and match.file and all((match.file, match.line) != (m.file, m.line) for m in self.shapes):
+            self.shapes.append(match)
 
     def warned(self, message: str, place: tuple[str, int]) -> bool:
         """Return whether a warning of PyTorch's was about such shapes."""
@@ -242,21 +241,16 @@ class Losses:
 
     # Findings
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match]:
         """Return both kinds."""
         out = list(self.shapes)
         for place, steps in self.ratios.items() if not EPISODES.search(self.scene.text()) else ():
             unequal = [(low, high) for ratio, low, high in steps if ratio >= UNEQUAL]
-            if len(unequal) < FEWEST or 2 * len(unequal) < len(steps):
-                continue
-            low, high = min(n for n, _ in unequal), max(n for _, n in unequal)
-            ratio = statistics.median(r for r, _, _ in steps)
-            which = f"with {low:.0f} to {high:.0f} trained terms" if low < high else "that are masked differently"
-            title = f"Micro-batches {which} count the same in a step: a term of the smallest weighs {ratio:.2g} times "
-            title += "one of the largest (median)"
-            fix = "Sum the losses (reduction='sum') and divide once by the number of terms in the whole step"
-            numbers = {"fewest terms": low, "most terms": high, "median ratio": ratio, "steps": len(steps)}
-            out.append(found("accumulation", title, place, fix, numbers))
+            if len(unequal) >= FEWEST and 2 * len(unequal) >= len(steps):
+                low, high = min(n for n, _ in unequal), max(n for _, n in unequal)
+                which = f"with {low:.0f} to {high:.0f} trained terms" if low < high else "that are masked differently"
+                ratio = statistics.median(r for r, _, _ in steps)
+                out.append(matched("unequal-means", place, which=which, ratio=ratio, steps=len(steps)))
         return out
 
 
@@ -271,29 +265,8 @@ def _below(node: Any) -> str:
 
 def _activated_twice(root: Any) -> bool:
     """Return whether a loss with an activation in it is given what has one already."""
-    level, pairs_of = [root], {(loss, inner) for loss, inner, _ in TWICE.values()}
-    for _ in range(DEEPEST):
-        node = level.pop(0) if level else None
-        if node is not None:
-            children = [child for child, _ in node.next_functions if child is not None]
-            if any((node.name(), _below(child)) in pairs_of for child in children):
-                return True
-            level += children
-    return False
-
-
-def _nearest(node: Any) -> int:
-    """Return the id of the first parameter on the way back from a loss: another head is another task."""
-    level = [node]
-    for _ in range(MOST_NODES):
-        if not level:
-            break
-        here = level.pop(0)
-        for child, _ in here.next_functions:
-            if hasattr(child, "variable"):
-                return id(child.variable)
-            level += [child] if child is not None else []
-    return 0
+    pairs_of = {(loss, inner) for loss, inner, _ in TWICE.values()}
+    return any((node.name(), _below(child)) in pairs_of for node, child in operands(root, DEEPEST))
 
 
 def _terms(shape: tuple[int, ...]) -> float:
@@ -304,20 +277,6 @@ def _terms(shape: tuple[int, ...]) -> float:
 def _shape(node: Any) -> tuple[int, ...] | None:
     metadata = getattr(node, "_input_metadata", None)
     return tuple(metadata[0].shape) if metadata and len(metadata) == 1 and metadata[0] is not None else None
-
-
-def _edges(root: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (operand, operation) pairs of the arithmetic right below a loss."""
-    level, seen = [root], 0
-    while level and seen < MOST_NODES:
-        node = level.pop(0)
-        if node.name() not in ELEMENTWISE:
-            continue
-        for child, _ in node.next_functions:
-            seen += 1
-            if child is not None:
-                yield child, node
-                level.append(child)
 
 
 class Warnings:
@@ -346,13 +305,13 @@ class Warnings:
         files = (filename, frame.f_code.co_filename if frame is not None else "")
         return any("/torch/" in f.replace("\\", "/") for f in files)
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match]:
         """Return the serious ones as wrong, others as they were said."""
         out = []
         for (file, line, _), text in self.seen.items():
             fix = next((fix for part, fix in SERIOUS.items() if part in text), "")
             short = text if len(text) <= 300 else text[:297] + "..."
             if fix or not any(part in text for part in QUIET):
-                title = f'PyTorch warned: "{short.rstrip(".")}"'
-                out.append(found("warning", title, (file, line), fix, wrong=bool(fix)))
+                place = file, line
+                out.append(matched("torch-warned", place, wrong=bool(fix), text=short.rstrip("."), fix=fix))
         return out

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from labs.doctor.bottlenecks import TEXTS, Match, matched
 from labs.doctor.probes.data import Data
-from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, some
 from labs.kit import _compat
 
@@ -36,10 +36,8 @@ class Replicas:
     def __init__(self, scene: Scene, data: Data) -> None:
         self.scene, self.data = scene, data
         self.ddp: list[weakref.ref] = []
-        self.digests: dict[str, list[list[float]]] = {}
-        """By step: sums of each parameter of the DDP models, or of all."""
-        self.outer: dict[str, list[list[float]]] = {}
-        """Sums of each parameter that is trained outside of them."""
+        self.digests: dict[str, list[list[float]]] = {}  # By step: sums of each parameter of the DDP models, or of all
+        self.outer: dict[str, list[list[float]]] = {}  # Of each parameter that is trained outside of them
         self.shapes: list[list[int]] = []
         self.bypass: tuple[str, int] | None = None
         self.forward_at = self.backward_at = self.exchange_at = ("", 0)
@@ -48,8 +46,7 @@ class Replicas:
         self.reduced: set[int] = set()
         self.grad_at = ("", 0)
         """Where the gradients of a wrapped model come from torch.autograd.grad, which no hook of DDP sees."""
-        self.outside = ("", ("", 0))
-        """Name and line of the first module or parameter that is trained outside DDP."""
+        self.outside = ("", ("", 0))  # Name and line of the first module or parameter that is trained outside DDP
         self.fsdp = False
         self.rank, self.group = 0, [0]
 
@@ -184,7 +181,7 @@ def _ranks(torch: Any) -> int:
     return dist.get_world_size() if several else 0
 
 
-def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
     """Return what the digests of the ranks of one group show."""
     rows = [row for of in per_rank for row in of if row["probe"] == "_replicas"]
     rows = [row for row in rows if row["rank"] in rows[0]["group"]] if rows else []
@@ -196,41 +193,33 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     later = [n for n in apart if n != "0" and apart[n] and apart[n][0]]
     if not later or apart.get("0") is None:
         return _outside(rows)
-    different, of, most = apart[later[-1]][0], len(rows[0]["shapes"]), max(apart[n][1] for n in later)
     first = next((row for row in rows if row["bypass"]), rows[0])
-    why, place, fix = _reason(first, bool(apart["0"][0]))
-    numbers = {"tensors that differ": different, "tensors": of, "after step": int(later[-1]), "relative": most}
-    title = f"The ranks train different models{why}: {different} of {of} parameter tensors differ between ranks after "
-    return [found("replicas", f"{title}step {later[-1]}", tuple(place), fix, numbers)] if fix else []
+    reason, place = _reason(first, bool(apart["0"][0]))
+    words = {"different": apart[later[-1]][0], "tensors": len(first["shapes"]), "step": int(later[-1])}
+    words["relative"] = max(apart[n][1] for n in later)
+    return [matched("ranks-differ", tuple(place), **TEXTS["replicas"][reason], **words)] if reason else []
 
 
-def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any], str]:
-    """Return why the models of ranks differ, the line, and the fix; no fix if they may differ on purpose."""
+def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any]]:
+    """Return why the models of ranks differ, by its name in texts.toml, and the line; "" if they may on purpose."""
     forward_at, backward_at, exchange_at = row["places"]
     if not row["ddp"] and row["reduced"] >= 0.9:
-        fix = "Broadcast the weights from rank 0 before the first step" if start_differs else "Average before step()"
-        return " though they average gradients", exchange_at, fix
+        return "averaged-from-different-weights" if start_differs else "averaged-late", exchange_at
     if not row["ddp"]:
         meant = row["reduced"] or not (row["cooperate"] and (row["shared"] or not start_differs))
-        fix = "" if meant else "Wrap the model: model = DistributedDataParallel(model)"
-        return ", because they exchange no gradients", forward_at, fix
+        return "" if meant else "not-wrapped", forward_at
     if row["bypass"]:
-        why = ", because this line calls the module inside DistributedDataParallel, which exchanges no gradients then"
-        return why, row["bypass"], "Call the DistributedDataParallel model itself: its forward() prepares the exchange"
+        return "bypassed", row["bypass"]
     if row["grad at"][0]:
-        fix = "Call loss.backward(), which fires DDP's hooks, and read p.grad"
-        return ", because DDP doesn't exchange what torch.autograd.grad returns", row["grad at"], fix
+        return "autograd-grad", row["grad at"]
     if row["unsynced"]:
-        fix = "" if row["averages"] else "Leave no_sync() for the last micro-batch of each step"
-        return ", because every backward pass ran under no_sync()", backward_at, fix
+        return "" if row["averages"] else "never-synchronised", backward_at
     if start_differs:
-        fix = "Load or change weights on all ranks alike, before DistributedDataParallel wraps the model"
-        return ", as their weights did before the first step", forward_at, fix
-    fix = "Call the wrapped model in each forward pass, not a method of model.module, and step alike on all ranks"
-    return " although DistributedDataParallel wraps them", forward_at if row["through"] else backward_at, fix
+        return "other-weights", forward_at
+    return "wrapped", forward_at if row["through"] else backward_at
 
 
-def _outside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _outside(rows: list[dict[str, Any]]) -> list[Match]:
     """Return a finding if what is trained outside DDP is the same on all ranks at first, and not later."""
     first, steps = rows[0], list(rows[0]["outer"])
     if not first["ddp"] or len(steps) < 2 or any(row["large"] or list(row["outer"]) != steps for row in rows):
@@ -239,11 +228,8 @@ def _outside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not apart[0] or (apart[0][0] and not first["shared"]) or not apart[-1] or not apart[-1][0]:
         return []
     name, place = first["outside"]
-    title = f"The ranks train different models: {name or 'what'} is trained outside DistributedDataParallel, so no "
-    title += f"gradients are exchanged ({apart[-1][0]} of its tensors differ between ranks after step {steps[-1]})"
-    fix = "Make it part of the module that DistributedDataParallel wraps, or wrap it as well"
     where = tuple(place) if place[0] else tuple(first["places"][0])
-    return [found("replicas", title, where, fix, {"tensors that differ": apart[-1][0], "relative": apart[-1][1]})]
+    return [matched("outside-ddp", where, name=name or "what", different=apart[-1][0], step=steps[-1])]
 
 
 def _apart(digests: list[list[list[float]] | None]) -> tuple[int, float] | None:

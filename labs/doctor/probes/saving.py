@@ -10,8 +10,18 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
-from labs.doctor.probes.findings import found
-from labs.doctor.probes.scene import WARM_UP, Scene, assigned, assignments, function_text, looks_at, name_in, parsed
+from labs.doctor.bottlenecks import Match, matched
+from labs.doctor.probes.scene import (
+    WARM_UP,
+    Scene,
+    assigned,
+    assignments,
+    function_text,
+    listed,
+    looks_at,
+    name_in,
+    parsed,
+)
 from labs.doctor.probes.schedules import Schedules, optimizer_of
 
 NAMED = re.compile(r"best|backup|snapshot|lowest", re.I)
@@ -29,14 +39,12 @@ class Saving:
 
     def __init__(self, scene: Scene, schedules: Schedules) -> None:
         self.scene, self.schedules = scene, schedules
-        self.saves: dict[int, dict[str, Any]] = {}
-        """By step: kinds of state that were saved, and the line."""
+        self.saves: dict[int, dict[str, Any]] = {}  # By step: kinds of state that were saved, and the line
         self.taken: dict[int, dict[str, Any]] = {}
         """By id of a state dict: since which step there is one, and its line."""
         self.seen: dict[tuple[int, str], int] = {}
-        self.aliases: list[dict[str, Any]] = []
-        self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)
-        """Latest steps, and whose they were."""
+        self.aliases: list[Match] = []
+        self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)  # Latest steps, and whose they were
         self.scheduler_names: set[str] = set()
         self.scalers: list[weakref.ref] = []
 
@@ -65,7 +73,7 @@ class Saving:
         elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
             own = _pointers(module.parameters(), self.scene.torch)
             if own and own <= _pointers(state.values(), self.scene.torch):
-                self._alias("The state dict that is loaded here", of["at"], of["step"])
+                self.aliases.append(matched("no-copy", of["at"], name="The state dict that is loaded here"))
 
     def _live(self) -> set[int]:
         return _pointers(self.scene.parameters(), self.scene.torch)
@@ -91,7 +99,9 @@ class Saving:
                 if since < (self.scene.step if of else number) and not (of and of["used"]):
                     pointers = _pointers(value.values() if isinstance(value, dict) else value, torch)
                     if pointers & live and (NAMED.search(name) or _restored(file, name)):
-                        self._alias(f"`{name}`", of["at"] if of else assigned(file, name), since)
+                        self.aliases.append(
+                            matched("no-copy", of["at"] if of else assigned(file, name), name=f"`{name}`")
+                        )
             self._same_model(variables, file)
         self.seen = seen
 
@@ -100,15 +110,7 @@ class Saving:
         models = {n: v for n, v in variables.items() if isinstance(v, module) and id(v) in self.scene.roots}
         for name, model in models.items():
             if NAMED.search(name) and any(m is model and not NAMED.search(n) for n, m in models.items()):
-                self._alias(f"`{name}` is the model itself: it", assigned(file, name), 0)
-
-    def _alias(self, what: str, place: tuple[str, int], since: int) -> None:
-        title = f"{what} is no copy: its tensors are the live weights, which every later step changes"
-        if "itself" in what:
-            title = f"{what} changes with every later step"
-        fix = "Keep a copy: copy.deepcopy(model.state_dict())"
-        if not self.aliases:
-            self.aliases.append(found("checkpoint", title, place, fix, {"taken after step": since}))
+                self.aliases.append(matched("best-is-the-model", assigned(file, name), name=f"`{name}`"))
 
     # Checkpoints
 
@@ -182,30 +184,33 @@ class Saving:
 
     # Findings
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match]:
         """Return both kinds."""
         scheduled = [s for s in self._schedulers() if id(optimizer_of(s)) in self.scene.optimizers]
         text = self.scene.text() if self.saves or scheduled else ""
-        for of in self.saves.values():
-            kinds, names = of["kinds"], of.get("lacks", [])
-            lacks = []
-            if "optimizer" in kinds:
-                if scheduled and "scheduler" not in kinds and not WINDS_FORWARD.search(text):
-                    lacks.append("the learning rate schedule")
-                if any(ref() is not None for ref in self.scalers) and "scaler" not in kinds:
-                    lacks.append("the GradScaler")
-                if (fewer := of["optimizers"] - kinds.count("optimizer")) > 0:
-                    lacks.append(f"{fewer} of {of['optimizers']} optimizers")
-                elif "model" in kinds and names:
-                    lacks.append(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
-            elif "model" in kinds and "step" in kinds and self._resumes(text):
-                lacks.append("the optimizer")
-            elif "model" in kinds and names and all(name.endswith("running_mean") for name in names):
-                lacks.append("batch norm's running statistics")
-            if lacks:
-                return [*self.aliases, self._lacking(lacks, of["at"])]
-        at = self._unseen_save(text) if scheduled and not self.saves else None
-        return [*self.aliases, *([self._lacking(["the learning rate schedule"], at)] if at else [])]
+        lacking = ((lacks, of["at"]) for of in self.saves.values() if (lacks := self._lacks(of, scheduled, text)))
+        lacks, at = next(lacking, (["the learning rate schedule"], None))
+        if scheduled and not self.saves:
+            at = self._unseen_save(text)
+        return [*self.aliases[:1], *([matched("checkpoint-lacks", at, lacks=" and ".join(lacks))] if at else [])]
+
+    def _lacks(self, of: dict[str, Any], scheduled: list[Any], text: str) -> list[str]:
+        """Return what a checkpoint lacks of the training's state."""
+        kinds, names, lacks = of["kinds"], of.get("lacks", []), []
+        if "optimizer" in kinds:
+            if scheduled and "scheduler" not in kinds and not WINDS_FORWARD.search(text):
+                lacks.append("the learning rate schedule")
+            if any(ref() is not None for ref in self.scalers) and "scaler" not in kinds:
+                lacks.append("the GradScaler")
+            if (fewer := of["optimizers"] - kinds.count("optimizer")) > 0:
+                lacks.append(f"{fewer} of {of['optimizers']} optimizers")
+            elif "model" in kinds and names:
+                lacks.append(listed(names))
+        elif "model" in kinds and "step" in kinds and self._resumes(text):
+            lacks.append("the optimizer")
+        elif "model" in kinds and names and all(name.endswith("running_mean") for name in names):
+            lacks.append("batch norm's running statistics")
+        return lacks
 
     def _schedulers(self) -> list[Any]:
         return [s for s in (of.ref() for of in self.schedules.seen.values()) if s is not None]
@@ -215,13 +220,6 @@ class Saving:
         state = any(o.state for o in self.scene.optimizers.values())
         reads = re.search(r"\[[\"'](\w*(epoch|step|iter)\w*)[\"']\]\s*(\+|\n|$|\))", text)
         return state and bool(RESUMES.search(text)) and bool(reads)
-
-    def _lacking(self, lacks: list[str], place: tuple[str, int]) -> dict[str, Any]:
-        listed = " and ".join(lacks)
-        title = f"The checkpoint has the training's state but not {listed}: a resumed run starts that anew"
-        return found(
-            "checkpoint", title, place, f"Save and load the state_dict() of {listed} as well", {"lacks": lacks}
-        )
 
     def _unseen_save(self, text: str) -> tuple[str, int] | None:
         """Return a line, not run so far, that saves an optimizer's state; None if any line saves a schedule's."""

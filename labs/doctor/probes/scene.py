@@ -10,13 +10,15 @@ import sysconfig
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache, wraps
 from typing import Any
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "purelib", "platlib")})
+DOCTOR = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+PATHS = {os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")} | {DOCTOR}
+LIBRARIES = tuple(path + os.sep for path in PATHS)
 WARM_UP = 5
 LATER = frozenset((13, 34, 55, 89, 144, 233, 377, 610, 987, 1597))
 """Steps at which the probes look: the first WARM_UP, which the doctor doesn't time, and fewer and fewer after them."""
@@ -29,26 +31,55 @@ def looks_at(step: int) -> bool:
     return step <= WARM_UP or step in LATER
 
 
-class Scene:
+class OwnLines:
+    """Which source files are the script's own, and which of their lines led to a frame."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder` holds the script."""
+        self.folder = os.path.realpath(folder)
+        self._own: dict[str, bool] = {}
+
+    def owns(self, file: str) -> bool:
+        """Return whether a source file is the script's or lies in its folder, and isn't installed."""
+        if file not in self._own:
+            path = os.path.realpath(file)
+            inside = path.startswith(self.folder + os.sep) and not path.startswith(LIBRARIES)
+            self._own[file] = inside and "-packages" not in path[len(self.folder) :]  # pip's --user is there
+        return self._own[file]
+
+    def frames(self, frame: types.FrameType | None = None) -> Iterator[types.FrameType]:
+        """Yield the script's own frames that led here, innermost first."""
+        return (f for f in callers(frame or sys._getframe(1)) if self.owns(f.f_code.co_filename))
+
+    def line(self, frame: types.FrameType | None = None) -> tuple[str, int]:
+        """Return file and line of the nearest frame of the script's own; ("", 0) without one."""
+        frame, own = frame or sys._getframe(1), self._own
+        while frame is not None:  # no generator: it is called in each step
+            name = frame.f_code.co_filename
+            if own[name] if name in own else self.owns(name):
+                return name, frame.f_lineno
+            frame = frame.f_back
+        return "", 0
+
+
+class Scene(OwnLines):
     """The script's process, as the probes see it."""
 
     def __init__(self, folder: str, scratch: str) -> None:
         """`folder` holds the script; workers may leave files in `scratch`."""
-        self.folder, self.scratch = os.path.realpath(folder), scratch
+        super().__init__(folder)
+        self.scratch = scratch
         self.torch: Any = None
         self.paused = False
         self.thread = threading.get_ident()
-        self.step = 0
-        """Optimizer steps so far, of all optimizers."""
-        self.steps_of: dict[int, int] = {}
-        """The same by id of the optimizer."""
+        self.step = 0  # Optimizer steps so far, of all optimizers
+        self.steps_of: dict[int, int] = {}  # The same by id of the optimizer
         self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-        self.roots: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-        """Outermost modules that the script called, by id."""
+        self.roots: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # Outermost modules called, by id
         self.undo = ExitStack()
         self.keep: Callable[[], Any] = bool
         """Call it at what a script may do last, before it drops its objects: it keeps the findings so far."""
-        self._own: dict[str, bool] = {}
+        self.spans: Any = None  # Of the hooks: what observers take is no part of the script's step
 
     def away(self) -> bool:
         """Return whether nothing may be observed: in a counterfactual, another thread, a fork or a compiler's trace."""
@@ -83,42 +114,20 @@ class Scene:
 
         self.replace(owner, name, make)
 
-    @staticmethod
-    def guarded(function: Callable, *args: Any, **kwargs: Any) -> None:
-        """Call an observer; the script goes on if it fails."""
+    def guarded(self, function: Callable, *args: Any, **kwargs: Any) -> None:
+        """Call an observer outside the script's time; the script goes on if it fails."""
+        if self.spans is not None:
+            self.spans.enter("doctor")
         try:
             function(*args, **kwargs)
         except Exception:
             if os.environ.get("DOCTOR_PROBES_RAISE"):
                 raise
+        finally:
+            if self.spans is not None:
+                self.spans.leave()
 
-    # Lines
-
-    def owns(self, file: str) -> bool:
-        """Return whether a source file is the script's or lies in its folder, and isn't installed."""
-        if file not in self._own:
-            path = os.path.realpath(file)
-            inside = path.startswith(self.folder + os.sep) and not path.startswith(LIBRARIES)
-            ours = os.path.dirname(path) in (HERE, os.path.dirname(HERE))
-            self._own[file] = inside and not ours and "-packages" not in path[len(self.folder) :]
-        return self._own[file]
-
-    def frames(self, frame: types.FrameType | None = None) -> Iterator[types.FrameType]:
-        """Yield the script's own frames that led here, innermost first."""
-        frame = frame or sys._getframe(1)
-        while frame is not None:
-            if self.owns(frame.f_code.co_filename):
-                yield frame
-            frame = frame.f_back
-
-    def line(self, frame: types.FrameType | None = None) -> tuple[str, int]:
-        """Return file and line of the nearest frame of the script's own; ("", 0) without one."""
-        frame = frame or sys._getframe(1)
-        while frame is not None:  # no generator: it is called in each step
-            if self.owns(frame.f_code.co_filename):
-                return frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
-        return "", 0
+    # Source
 
     def sources(self) -> list[str]:
         """Return the script's own source files that have been loaded."""
@@ -181,6 +190,36 @@ class Scene:
                 if p is parameter:
                     return name.removeprefix("module.")
         return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Yield a frame and those that led to it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def listed(names: list[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def operands(root: Any, most: int, through: frozenset[str] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Yield (operation, operand) of a graph, nearest to its root first, below operations of these names only."""
+    level = deque([root])
+    for _ in range(most):
+        node = level.popleft() if level else None
+        if node is None:
+            return
+        for child, _ in node.next_functions if through is None or node.name() in through else ():
+            if child is not None:
+                yield node, child
+                level.append(child)
+
+
+def leaves(root: Any, most: int) -> Iterator[Any]:
+    """Yield the parameters below a node of a graph, nearest first, once for each use."""
+    return (child.variable for _, child in operands(root, most) if hasattr(child, "variable"))
 
 
 def local(tensor: Any) -> Any:

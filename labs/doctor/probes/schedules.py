@@ -6,7 +6,7 @@ import sys
 import weakref
 from typing import Any
 
-from labs.doctor.probes.findings import found
+from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import Scene, planned
 
 FEWEST = 3
@@ -91,11 +91,11 @@ class Schedules:
                 of.interleaved = of.interleaved or len({b for _, b in of.calls}) > 1
             of.calls = []
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match]:
         """Return one for each schedule that is certainly stepped too often."""
         return [row for of in self.seen.values() if (row := self._judge(of)) is not None]
 
-    def _judge(self, of: Schedule) -> dict[str, Any] | None:
+    def _judge(self, of: Schedule) -> Match | None:
         if of.repeated < FEWEST or of.repeated < MOSTLY * (of.windows - 1) or of.by_library:
             return None
         known = of.planned is not None and of.length is not None
@@ -104,18 +104,12 @@ class Schedules:
         endless = of.kind in ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR", "ReduceLROnPlateau")
         if not known and (of.interleaved or not (len(of.lines) > 1 or endless)):
             return None
-        place = sorted(of.lines)[0]
-        title = f"scheduler.step() is called {of.most} times per optimizer step"
-        numbers = {"calls per step": of.most, "steps seen": of.windows}
-        if known:
-            steps, whole = round(of.length / of.most), round(of.planned / of.most)
-            title += f": the schedule ends at step {steps} of {whole}"
-            numbers |= {"schedule ends at step": steps, "planned steps": whole}
-        else:
-            title += f": the learning rate changes {of.most} times as fast as the schedule says"
-        fix = "Step the schedule once per optimizer step, or make it as many times as long"
-        also = [f"{f.rpartition('/')[2]}:{n}" for f, n in sorted(of.lines)[1:]]
-        return found("effect", title, place, fix, numbers, also)
+        place, *others = sorted(of.lines)
+        also = [f"{f.rpartition('/')[2]}:{n}" for f, n in others]
+        if not known:
+            return matched("schedule-too-fast", place, also, calls=of.most)
+        steps, whole = round(of.length / of.most), round(of.planned / of.most)
+        return matched("schedule-ends-early", place, also, calls=of.most, steps=steps, planned=whole)
 
 
 def optimizer_of(scheduler: Any) -> Any:

@@ -6,12 +6,13 @@ import ast
 import linecache
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.data import Data
-from labs.doctor.probes.findings import found
 from labs.doctor.probes.scene import Scene, around, function_text
 from labs.kit import _compat
 
@@ -40,11 +41,9 @@ class Validation:
         self.stuck = 0
         self.eval_at = ("", 0)
         self.kinds: dict[int, tuple[bool, list[Any]]] = {}
-        self.known = 0
-        """Optimizers with which `kinds` was made."""
-        self.padded: dict[str, Any] | None = None
-        self.watching: ExitStack | None = None
-        """Open while functional dropouts are watched, in the first calls in eval mode."""
+        self.known = 0  # Optimizers with which `kinds` was made
+        self.padded: tuple[tuple[str, int], dict[str, Any]] | None = None
+        self.watching: ExitStack | None = None  # Open while functional dropouts are watched
         self.dropping: dict[tuple[str, int], int] = {}
         """Calls of a functional dropout while a model in eval mode computed without gradients, by line."""
 
@@ -156,7 +155,7 @@ class Validation:
         counted = any(abs(v - padded) < 0.5 for v in values)
         mean = len(values) == 1 and not re.search(r"\[:|mask|valid_|unique", function_text(*place))
         if padded - size > LEAST_PADDED * size and (counted or mean):
-            self.padded = {"at": place, "samples": size, "counted": padded, "by": type(sampler).__name__}
+            self.padded = place, {"samples": size, "counted": padded, "by": type(sampler).__name__}
             self.scene.keep()
 
     def _gathering(self, work: Any, to: Any, given: Any, *args: Any, **kwargs: Any) -> None:
@@ -171,50 +170,32 @@ class Validation:
 
     # Findings
 
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> list[Match]:
         """Return what is certain so far."""
-        out = []
-        for number, of in self.passes.items():
-            loader = self.data.loaders.get(number)
-            calls = of["no grad"] + of["grad"]
-            source = loader["loader"]() if loader else None
-            if source is None or of["backward"] or calls < 2 or self.data.training(source):
-                continue
-            if not any(o["training"] for o in self.data.loaders.values()) or ON_PURPOSE.search(
-                function_text(*of["at"])
-            ):
-                continue
-            if of["active"] == calls:
-                out.append(self._wrong_mode(of["at"], calls))
-            if of["grad"] == calls and loader["n"] > calls - 1 and self.data.current_batch() != number:
-                title = f"Validation keeps a graph for gradients: {calls} calls of the model in a row, no backward()"
-                fix, numbers = "Validate under torch.no_grad()", {"calls": calls}
-                out.append(found("validation", title, of["at"], fix, numbers, wrong=False))
-        out += [self._wrong_mode(place, calls) for place, calls in self.by_name.items()]
+        out = [m for number, of in self.passes.items() for m in self._of_loader(number, of)]
+        out += [matched("validates-in-train-mode", place, calls=calls) for place, calls in self.by_name.items()]
         for place, calls in self.dropping.items():
             purpose = ON_PURPOSE.search(function_text(*place).replace("dropout", ""))
-            if purpose or re.search(r"training\s*=\s*True", linecache.getline(*place)):
-                continue
-            title = f"Validation isn't deterministic: this line drops values in eval mode as well ({calls} calls)"
-            fix = "Give it training=self.training, or for attention dropout_p=self.p if self.training else 0.0"
-            out.append(found("validation", title, place, fix, {"calls": calls}))
+            if not purpose and not re.search(r"training\s*=\s*True", linecache.getline(*place)):
+                out.append(matched("dropout-in-eval-mode", place, calls=calls))
         if self.stuck >= STUCK:
-            title = "Training goes on in eval mode after validation: dropout is off and batch norm keeps its statistics"
-            fix = "Call model.train() after validation"
-            out.append(found("validation", title, self.eval_at, fix, {"steps": self.stuck}))
+            out.append(matched("trains-in-eval-mode", self.eval_at))
         if self.padded:
-            of = self.padded
-            title = f"Validation counts {of['counted']} samples of {of['samples']}: {of['by']} repeats some for equal "
-            title += "shares"
-            fix = "Share the samples out without repeats, or drop the repeated ones before they are counted"
-            numbers = {"samples": of["samples"], "counted": of["counted"]}
-            out.append(found("validation", title, of["at"], fix, numbers))
-        return list({(row["file"], row["line"], row["fix"]): row for row in out}.values())
+            out.append(matched("padded-samples", self.padded[0], **self.padded[1]))
+        return list({(m.file, m.line, m.fix): m for m in out}.values())
 
-    def _wrong_mode(self, place: tuple[str, int], calls: int) -> dict[str, Any]:
-        title = f"Validation runs in train mode ({calls} calls): dropout is on, or batch norm learns from each batch"
-        fix = "Call model.eval() before it and model.train() after it"
-        return found("validation", title, place, fix, {"calls": calls})
+    def _of_loader(self, number: int, of: dict[str, Any]) -> Iterator[Match]:
+        """Yield what is wrong with the calls on one loader's batches, if they are a validation's."""
+        loader, calls = self.data.loaders.get(number), of["no grad"] + of["grad"]
+        source = loader["loader"]() if loader else None
+        if source is None or of["backward"] or calls < 2 or self.data.training(source):
+            return
+        if not any(o["training"] for o in self.data.loaders.values()) or ON_PURPOSE.search(function_text(*of["at"])):
+            return
+        if of["active"] == calls:
+            yield matched("validates-in-train-mode", of["at"], calls=calls)
+        if of["grad"] == calls and loader["n"] > calls - 1 and self.data.current_batch() != number:
+            yield matched("graph-in-validation", of["at"], wrong=False, calls=calls)
 
 
 def _depends_on_mode(module: Any) -> bool:
