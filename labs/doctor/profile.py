@@ -89,18 +89,15 @@ class Profile:
     interleaved_s: dict[str, list[list[float]]] = field(default_factory=dict)
     """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
     with the others. Rare parts are not in it."""
-    not_tried: dict[str, str] = field(default_factory=dict)
-    """By mode: why it was not tried here, or would show nothing."""
+    not_tried: dict[str, str] = field(default_factory=dict)  # By mode: why it was not tried here, or would show nothing
     planned: list[str] = field(default_factory=list)  # Counterfactuals that were wanted, by name
     seconds: float | None = None  # That were given for them
 
-    training: dict[str, Any] = field(default_factory=dict)
-    """What it consists of: see hooks.describe."""
+    training: dict[str, Any] = field(default_factory=dict)  # What it consists of: see hooks.describe
     memory: dict[str, Any] = field(default_factory=dict)
     """free (bytes); series: [steps so far, bytes in use] after each step as it is and after each turn of such
     steps; on a CPU tensors_growth (per step) and tensor_bytes_growth."""
-    machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's)."""
+    machine: dict[str, Any] = field(default_factory=dict)  # cores (usable), threads (torch's)
     compiles: list[int] = field(default_factory=list)  # Graphs that torch.compile made in each step as it is
     unseen: list[str] = field(default_factory=list)  # What this training does that the doctor cannot see, in words
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from modulefinder import ModuleFinder
 from pathlib import Path
+from typing import Any
 
 from labs.doctor.bottlenecks import Match, matched
 
@@ -16,52 +19,30 @@ MOST_FILES = 60
 TRAINERS = ("accelerate", "deepspeed", "lightning", "pytorch_lightning", "transformers")
 
 
-class Program:
+class Program(ModuleFinder):
     """Syntax trees of the script and of what it imports from its own folder."""
 
     def __init__(self, script: Path) -> None:
-        self.read: set[str] = set()
+        super().__init__([str(script.resolve().parent)])
+        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # it is run all the same
+            self.run_script(str(script))
         self.file_of: dict[ast.AST, str] = {}
-        self.modules: set[str] = set()
-        waiting, folder = [script], script.resolve().parent
-        while waiting and len(self.read) < MOST_FILES:
-            path = waiting.pop(0)
-            if str(path) not in self.read:
-                waiting += [p for name in self._read(path) for p in _files(folder, path.resolve().parent, name)]
+        for file in [m.__file__ for m in self.modules.values() if (m.__file__ or "").endswith(".py")][:MOST_FILES]:
+            with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                self.file_of |= dict.fromkeys(ast.walk(ast.parse(Path(file).read_bytes())), file)
         self.calls = [n for n in self.file_of if isinstance(n, ast.Call)]
         self.words = {_last(n) for n in self.file_of if isinstance(n, ast.Name | ast.Attribute)}
-        self.has_trainer = any(name.partition(".")[0] in TRAINERS for name in self.modules)
+        self.has_trainer = any(name.partition(".")[0] in TRAINERS for name in (*self.modules, *self.badmodules))
 
-    def _read(self, path: Path) -> list[str]:
-        """Names of the modules that it imports."""
-        self.read.add(str(path))
-        try:
-            tree = ast.parse(path.read_bytes())
-            self.file_of |= dict.fromkeys(ast.walk(tree), str(path))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return []  # what cannot be read is run all the same
-        names = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names += [a.name for a in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = "." * node.level + (node.module or "")
-                names += [base, *(f"{base}.{a.name}".replace("..", ".") for a in node.names)]
-        self.modules.update(names)
-        return names
+    def load_module(self, *args: Any) -> Any:
+        """Read a module; no more than MOST_FILES."""
+        if len(self.modules) > MOST_FILES:
+            raise ImportError
+        return super().load_module(*args)
 
     def named(self, *names: str) -> list[ast.Call]:
         """Calls whose last name is one of these."""
         return [c for c in self.calls if _last(c.func) in names]
-
-
-def _files(folder: Path, beside: Path, module: str) -> Iterator[Path]:
-    """Of a module below the script's folder."""
-    for base in {folder, beside}:
-        place = base.joinpath(*filter(None, module.split(".")))
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if module.strip(".") and path.is_file():
-                yield path
 
 
 def _last(node: ast.AST) -> str:

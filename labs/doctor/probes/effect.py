@@ -14,10 +14,8 @@ from labs.doctor.probes.scene import Scene, around, leaves, listed, local, looks
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
 """Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
-FEWEST = 3
-"""Samples that must agree."""
-FROM_THE_START = 20
-"""Steps with learning rate 0 from the first one on; warm-ups begin with one or a few."""
+FEWEST = 3  # Samples that must agree
+FROM_THE_START = 20  # Steps with learning rate 0 from the first one on; warm-ups begin with one or a few
 LOSS = re.compile(r"loss|percept|teacher|critic|discrim|reward|lpips|vgg", re.I)
 """Names of networks whose gradients nobody wants."""
 MOST, MOST_NODES = 16, 2_000

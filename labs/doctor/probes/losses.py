@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 
 from labs.doctor.bottlenecks import Match, matched
@@ -48,8 +47,7 @@ TWICE = {
     "cross_entropy": ("LogSoftmaxBackward0", "SoftmaxBackward0", "A softmax"),
 }
 """Losses that have an activation in them, their node, that of the activation, and its name."""
-UNEQUAL, FEWEST = 1.25, 3
-"""Ratio of the largest and smallest weight of a token in a step; steps that must show it."""
+UNEQUAL, FEWEST = 1.25, 3  # Ratio of the largest and smallest weight of a token in a step; steps that must show it
 EPISODES = re.compile(r"\b(episodes?|rewards?|rollouts?|advantages?)\b", re.I)
 """Words of reinforcement learning, where each episode's mean counts the same on purpose."""
 SIZES = re.compile(r"target size \(torch.Size\(\[([\d, ]*)\]\)\).*input size \(torch.Size\(\[([\d, ]*)\]\)\)")
@@ -142,45 +140,40 @@ class Losses:
 
     def _watch(self) -> None:
         torch, self.undo = self.scene.torch, ExitStack()
-        owners = [(torch.Tensor, name) for name in OPERATORS] + [(torch.nn.functional, name) for name in LOSSES]
-        owners += [(torch.nn.functional, "cross_entropy")]
+        owners = [(torch.Tensor, name) for name in OPERATORS]
+        owners += [(torch.nn.functional, name) for name in (*LOSSES, "cross_entropy")]
         for owner, name in [*owners, (torch, "broadcast_tensors"), (torch, "sub"), (torch, "mul")]:
-            original = getattr(owner, name)
-            own = name in vars(owner)
-            setattr(owner, name, self._checked(original, name))
-            self.undo.callback(setattr, owner, name, original) if own else self.undo.callback(delattr, owner, name)
+            self.scene.replace(owner, name, self._checked, self.undo)
 
-    def _checked(self, original: Any, name: str) -> Any:
+    def _checked(self, original: Any) -> Any:
+        name = original.__name__
         loss = name in LOSSES or name == "broadcast_tensors"
 
-        @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.scene.away():
+                place = self.scene.line(sys._getframe(1))
                 if name in TWICE and _below(getattr(args[0] if args else None, "grad_fn", None)) == TWICE[name][1]:
-                    place = self.scene.line(sys._getframe(1))
                     self.shapes.append(matched("activated-twice", place, activation=TWICE[name][2], loss=name))
                 tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, self.scene.torch.Tensor)]
-                self._check(tensors, loss, name, kwargs.get("reduction"), sys._getframe(1))
+                self._check(tensors, loss, name, kwargs.get("reduction"), place)
             return original(*args, **kwargs)
 
         return call
 
-    def _check(self, tensors: list[Any], loss: bool, name: str, reduction: str | None, frame: Any) -> None:
+    def _check(self, tensors: list[Any], loss: bool, name: str, reduction: str | None, place: tuple[str, int]) -> None:
         for other in tensors[1:]:
             a, b = (tuple(t.shape) for t in (tensors[0], other))
             one = tensors[0].requires_grad != other.requires_grad
             with_grad, without = (a, b) if tensors[0].requires_grad else (b, a)
             if (one or loss) and without in self.squares and math.prod(with_grad) ** 2 == math.prod(without):
-                first, second, place = self.squares[without]
-                self._note(first, second, "this line", place)
-            if pairs(a, b) and len(a) != len(b) and not (one or loss):
-                square = tuple(self.scene.torch.broadcast_shapes(a, b))
-                self.squares.setdefault(square, (a, b, self.scene.line(frame)))
-            if not pairs(a, b) or not (one or loss) or (len(a) == len(b) and not (loss and reduction != "none")):
+                first, second, made_at = self.squares[without]
+                self._note(first, second, "this line", made_at)
+            if not pairs(a, b):
                 continue
-            place = self.scene.line(frame)
-            called = name if loss and name != "broadcast_tensors" else "this line"
-            self._note(a, b, called, place)
+            if len(a) != len(b) and not (one or loss):
+                self.squares.setdefault(tuple(self.scene.torch.broadcast_shapes(a, b)), (a, b, place))
+            elif (one or loss) and (len(a) != len(b) or (loss and reduction == "none")):
+                self._note(a, b, name if loss and name != "broadcast_tensors" else "this line", place)
 
     def _note(self, a: tuple[int, ...], b: tuple[int, ...], called: str, place: tuple[str, int]) -> None:
         others = f"{math.prod(b)} pairs" if len(a) < 3 and len(b) < 3 else "several targets"

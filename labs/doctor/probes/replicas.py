@@ -17,8 +17,7 @@ AT = (0, 1, 3, 7)
 """Optimizer steps after which weights are compared, right before the next one: wrappers have sent theirs by then."""
 SAME = 1e-6
 """Relative difference of sums up to which weights are the same: where ranks exchange, they are so bit by bit."""
-LARGE = 1024
-"""Elements: less is a metric, not weights or gradients."""
+LARGE = 1024  # Elements: less is a metric, not weights or gradients
 EXCHANGES = (
     "all_reduce broadcast all_gather all_gather_into_tensor reduce reduce_scatter reduce_scatter_tensor all_to_all "
     "all_to_all_single"
@@ -26,8 +25,7 @@ EXCHANGES = (
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
 OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
 """Words in a script that exchanges in ways of its own."""
-BIG = 0.25
-"""Of all weights: who sends as many elements at once sends weights."""
+BIG = 0.25  # Of all weights: who sends as many elements at once sends weights
 
 
 class Replicas:

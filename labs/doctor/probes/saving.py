@@ -40,8 +40,7 @@ class Saving:
     def __init__(self, scene: Scene, schedules: Schedules) -> None:
         self.scene, self.schedules = scene, schedules
         self.saves: dict[int, dict[str, Any]] = {}  # By step: kinds of state that were saved, and the line
-        self.taken: dict[int, dict[str, Any]] = {}
-        """By id of a state dict: since which step there is one, and its line."""
+        self.taken: dict[int, dict[str, Any]] = {}  # By id of a state dict: since which step there is one, and its line
         self.seen: dict[tuple[int, str], int] = {}
         self.aliases: list[Match] = []
         self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)  # Latest steps, and whose they were

@@ -22,8 +22,7 @@ LIBRARIES = tuple(path + os.sep for path in PATHS)
 WARM_UP = 5
 LATER = frozenset((13, 34, 55, 89, 144, 233, 377, 610, 987, 1597))
 """Steps at which the probes look: the first WARM_UP, which the doctor doesn't time, and fewer and fewer after them."""
-PER_TENSOR = 512
-"""Elements of a tensor that are compared; they are spread evenly over it."""
+PER_TENSOR = 512  # Elements of a tensor that are compared; they are spread evenly over it
 
 
 def looks_at(step: int) -> bool:
@@ -91,12 +90,14 @@ class Scene(OwnLines):
         """Observe nothing any more: this process is a child of the script's."""
         self.thread = -1
 
-    def replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-        """Put `make(original)` in the place of `owner.name` until the probes are removed."""
-        original = getattr(owner, name)
+    def replace(
+        self, owner: Any, name: str, make: Callable[[Callable], Callable], undo: ExitStack | None = None
+    ) -> None:
+        """Put `make(original)` in the place of `owner.name` until `undo` is closed, or the probes are removed."""
+        original, undo = getattr(owner, name), undo or self.undo
         inherited = name not in vars(owner)
         setattr(owner, name, wraps(original)(make(original)))
-        self.undo.callback(delattr, owner, name) if inherited else self.undo.callback(setattr, owner, name, original)
+        undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, original)
 
     def listen(self, owner: Any, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
         """Have calls of `owner.name` observed: `before(*args)` and `after(result, *args)`, whose errors end nothing."""

@@ -10,10 +10,8 @@ from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import Scene, planned
 
 FEWEST = 3
-MOSTLY = 0.8
-"""Of the optimizer's steps that were seen."""
-SHORT = 0.9
-"""Of the planned calls: a schedule that is shorter ends before the training does."""
+MOSTLY = 0.8  # Of the optimizer's steps that were seen
+SHORT = 0.9  # Of the planned calls: a schedule that is shorter ends before the training does
 
 
 class Schedule:

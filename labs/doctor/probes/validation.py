@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 
 from labs.doctor.bottlenecks import Match, matched
@@ -22,8 +21,7 @@ DROPOUTS = dict.fromkeys("dropout dropout1d dropout2d dropout3d alpha_dropout".s
     "scaled_dot_product_attention": "query key value attn_mask dropout_p"
 }
 """Functions that drop values whatever the mode of the model is, with their arguments."""
-STUCK = 3
-"""Training steps in eval mode after an evaluation."""
+STUCK = 3  # Training steps in eval mode after an evaluation
 LEAST_PADDED = 1e-3
 
 
@@ -60,14 +58,13 @@ class Validation:
             self.eval_at = place
 
     def _watch_dropouts(self) -> None:
-        functional, self.watching = self.scene.torch.nn.functional, ExitStack()
-        for name, names in DROPOUTS.items():
-            original = getattr(functional, name)
-            setattr(functional, name, self._dropout(original, names.split()))
-            self.watching.callback(setattr, functional, name, original)
+        self.watching = ExitStack()
+        for name in DROPOUTS:
+            self.scene.replace(self.scene.torch.nn.functional, name, self._dropout, self.watching)
 
-    def _dropout(self, original: Any, names: list[str]) -> Any:
-        @wraps(original)
+    def _dropout(self, original: Any) -> Any:
+        names = DROPOUTS[original.__name__].split()
+
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             owner, place = frame.f_locals.get("self"), (frame.f_code.co_filename, frame.f_lineno)
@@ -76,7 +73,7 @@ class Validation:
                 if given["training"] and given.get("dropout_p", given.get("p", 0.5 * ("p" in names))):
                     self.dropping[place] = self.dropping.get(place, 0) + 1
                     if self.dropping[place] == 1:
-                        self.scene.keep()
+                        self.scene.guarded(self.scene.keep)
             return original(*args, **kwargs)
 
         return call
