@@ -22,9 +22,10 @@ import time
 import types
 import weakref
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from labs.doctor.bottlenecks import PARTS, TRAINERS
@@ -87,6 +88,21 @@ class Spans:
             self.stack.pop()
 
 
+@dataclass(eq=False)
+class LoaderUse:
+    """What a DataLoader of the script is for."""
+
+    loader: weakref.ref
+    purpose: str = ""  # "training" or "evaluation", once a model was called with its batches
+    batch: Any = None  # The last one of a training
+    versions: list[int] = field(default_factory=list)  # How often its tensors had been written to
+
+    @property
+    def kind(self) -> str:
+        """Of the time that its batches take."""
+        return "evaluation" if self.purpose == "evaluation" else "data"
+
+
 class Hooks:
     """Installed by `install`. `on_step(seconds by kind)` is called at the end of each step, and may raise."""
 
@@ -112,14 +128,12 @@ class Hooks:
         self.forwards: set[types.CodeType] = set()  # Of all modules with parameters: what runs in one is a model
         self.autocast = ""  # Its format
         self.loader: Any = None  # The DataLoader that batches of the training came from; of several, the last
-        self.training: weakref.WeakSet = weakref.WeakSet()  # All DataLoaders of the training, and of the evaluation:
-        self.evaluating: weakref.WeakSet = weakref.WeakSet()
         self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
         self.synchronised = True  # Whether a step ends only when the device has done its work
         self._looked = 0
-        self._fetched: list[weakref.ref] = []
-        self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._uses: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Of each DataLoader
+        self._fetched: deque[LoaderUse] = deque(maxlen=8)  # Of the latest batches that no model was called with
         self._in_batches, self._in_calls = 0, defaultdict(int)
         self._undo = ExitStack()
         self._patches: list[tuple[Any, str, Any, Any]] = []
@@ -307,6 +321,7 @@ class Hooks:
             self.backwards += 1
             self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
             losses = args[0] if args else kwargs.get("tensors")
+            losses = losses if isinstance(losses, list | tuple) else [losses]
             self._observed("notice", "before_backward", losses)
             result = self._on_device("backward", function, args, kwargs)
             self._observed("notice", "after_backward", losses)
@@ -338,38 +353,41 @@ class Hooks:
         def call(loader: Any) -> Any:
             if self._elsewhere():
                 return function(loader)
-            if loader in self.training:
+            use = self._use_of(loader)
+            if use.purpose == "training":
                 self.loader_starts += 1
                 self.restarts += bool(loader.num_workers and not loader.persistent_workers)
-            return self._timed(self._kind_of(loader), function, (loader,), {})
+            return self._timed(use.kind, function, (loader,), {})
 
         return call
+
+    def _use_of(self, loader: Any) -> LoaderUse:
+        return self._uses.get(loader) or self._uses.setdefault(loader, LoaderUse(weakref.ref(loader)))
 
     def _making(self, function: Callable) -> Callable:
         """Whose batches it gives is noted in torch's own iterator: what a DataLoader returns may be a wrapper of it."""
 
         def call(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            iterator._doctor_loader = loader
+            iterator._doctor_use = self._use_of(loader)
             function(iterator, loader, *args, **kwargs)
 
         return call
 
     def _next(self, function: Callable) -> Callable:
         def call(iterator: Any) -> Any:
-            loader = getattr(iterator, "_doctor_loader", None)
-            if loader is None or self._elsewhere():
+            use = getattr(iterator, "_doctor_use", None)
+            if use is None or self._elsewhere():
                 return function(iterator)
-            training = loader in self.training
-            if self.same_batch and training and loader in self._batches:
-                batch = _new_containers(self._batches[loader][0])
+            training = use.purpose == "training"
+            if training and use.batch is not None and self.same_batch:
+                batch = _new_containers(use.batch)
             else:
-                batch = self._timed(self._kind_of(loader), function, (iterator,), {})
+                batch = self._timed(use.kind, function, (iterator,), {})
                 if training:
-                    if before := self._batches.get(loader):
-                        self.writes_batches = self.writes_batches or self._versions(before[0]) != before[1]
-                    self._batches[loader] = _new_containers(batch), self._versions(batch)
-            self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
-            if loader is self.loader:
+                    self.writes_batches = self.writes_batches or self._versions(use.batch) != use.versions
+                    use.batch, use.versions = _new_containers(batch), self._versions(batch)
+            self._fetched.append(use)
+            if self.loader is not None and use.loader() is self.loader:
                 self._in_batches += length(batch, self.torch.Tensor)
             return batch
 
@@ -384,27 +402,18 @@ class Hooks:
         leaves = [tree] if isinstance(tree, self.torch.Tensor) else _compat.tree_leaves(tree)
         return [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
 
-    def last_batch(self) -> Any:
-        """Of the training, as the DataLoader gave it; None if there is none."""
-        kept = self._batches.get(self.loader) if self.loader is not None else None
-        return kept[0] if kept else None
-
-    def _kind_of(self, loader: Any) -> str:
-        return "evaluation" if loader in self.evaluating else "data"
-
     def _sort(self, training: bool) -> None:
         """A model is called: what was fetched just before is data of the training, or of the evaluation."""
-        fetched = [one for one in (ref() for ref in self._fetched) if one is not None]
+        fetched = [use for use in self._fetched if use.loader() is not None]
         if not training:
-            self.evaluating.update(one for one in fetched if one not in self.training)
-            return
-        self._fetched = []
-        mine = [one for one in fetched if one not in self.evaluating] or fetched[-1:]
-        if any(one not in self.training for one in mine):
-            self.training.update(mine)
-            self.evaluating -= self.training
-        if mine:
-            self.loader = mine[-1]
+            for use in fetched:
+                use.purpose = use.purpose or "evaluation"
+        elif fetched:
+            mine = [use for use in fetched if use.purpose != "evaluation"] or fetched[-1:]
+            for use in mine:
+                use.purpose = "training"
+            self.loader = mine[-1].loader()
+            self._fetched.clear()
 
     # Modules
 
@@ -481,7 +490,7 @@ class Hooks:
             modules = [m for m in every if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
             self._adopt(m for m in modules if id(m) not in inner)
-            self._fetched = []  # by calls that were not seen
+            self._fetched.clear()  # by calls that were not seen
         within = {id(m) for key in self.called for m in self.roots[key].modules()}
         for key, module in list(self.roots.items()):
             if key not in within and self._looked > 1:

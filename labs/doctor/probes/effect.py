@@ -70,14 +70,14 @@ class Effect:
         if name != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
             self.casts.append((weakref.ref(module), self.scene.line()))
 
-    def before_backward(self, roots: Any) -> None:
+    def before_backward(self, losses: list[Any]) -> None:
         """Find the parameter that is nearest to the loss."""
         if self.scene.step == 2:
-            for loss in roots if isinstance(roots, list | tuple) else [roots]:
+            for loss in losses:
                 near = list(leaves(getattr(loss, "grad_fn", None), MOST_NODES))
                 self.nearest = near[0] if sum(p is near[0] for p in near) == 1 else None
 
-    def after_backward(self, roots: Any) -> None:
+    def after_backward(self, losses: list[Any]) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
         self.passes += 1
         for key, optimizer in list(self.scene.optimizers.items()):

@@ -84,11 +84,11 @@ class Losses:
         self.ratios: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
         """By line of backward: of each step ratio of the weights, fewest and most terms."""
 
-    def before_backward(self, roots: Any) -> None:
+    def before_backward(self, losses: list[Any]) -> None:
         """Look at the graphs of these losses."""
         if not looks_at(self.scene.step + 1):
             return
-        for loss in roots if isinstance(roots, list | tuple) else [roots]:
+        for loss in losses:
             node = getattr(loss, "grad_fn", None)
             if node is None:
                 continue

@@ -70,9 +70,11 @@ class Replicas:
         given, self.any = [*args, *kwargs.values()], True
         self.point_to_point = self.point_to_point or name in POINT_TO_POINT
         tensors = [t for a in given for t in (a if isinstance(a, list) else [a]) if hasattr(t, "numel")]
+        pointers = {t.data_ptr() for t in tensors if t.numel()}
+        if self.weights or (name == "all_reduce" and pointers <= self.reduced):
+            return  # nothing new
         parameters = self.scene.parameters()
         grads = {p.grad.data_ptr() for p in parameters if p.grad is not None}
-        pointers = {t.data_ptr() for t in tensors if t.numel()}
         if name == "all_reduce" and pointers and pointers <= grads:
             self.reduced |= pointers
             self.exchange_at = self.scene.line()
@@ -96,7 +98,7 @@ class Replicas:
             self.bypass = self.forward_at
         self.through_ddp += type(module).__name__ == "DistributedDataParallel"
 
-    def before_backward(self, roots: Any) -> None:
+    def before_backward(self, losses: list[Any]) -> None:
         """Count passes in which DDP exchanges gradients."""
         if self.scene.step > AT[-1]:
             return

@@ -66,7 +66,7 @@ class Schedules:
             of.planned = planned(list(self.scene.frames(by)))
             of.length = _length(scheduler, of.planned)
 
-    def after_backward(self, roots: Any) -> None:
+    def after_backward(self, losses: list[Any]) -> None:
         """Count: calls with one between them belong to other micro-batches."""
         self.backwards += 1
 

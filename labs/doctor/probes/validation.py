@@ -121,7 +121,7 @@ class Validation:
         """Forget what a counterfactual has cut in two."""
         self.pending = []
 
-    def before_backward(self, roots: Any) -> None:
+    def before_backward(self, losses: list[Any]) -> None:
         """The calls since the last one were training."""
         for number, active in self.pending[-1:]:
             self.passes[number]["backward"] += 1
