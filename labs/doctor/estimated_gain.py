@@ -59,14 +59,12 @@ def pairs_s(ranks: Sequence[Profile], mode: str) -> list[tuple[float, float]]:
     return [(max(a), max(b)) for a, b in turns_s(ranks, mode)]
 
 
-def ratios_of(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> list[float]:
-    """As it is / mode, in each round. `more_s`: what a step with the fix takes besides."""
-    return [a / (b + more_s) for a, b in pairs_s(ranks, mode) if b > 0]
-
-
 def interleaved(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> Estimate | None:
-    """How many times as fast: median over rounds of as it is / mode. None if it wasn't tried."""
-    ratios = ratios_of(ranks, mode, more_s)
+    """How many times as fast: median over rounds of as it is / mode. None if it wasn't tried.
+
+    `more_s`: what a step with the fix takes besides.
+    """
+    ratios = [a / (b + more_s) for a, b in pairs_s(ranks, mode) if b > 0]
     return of_ratios(ratios, looks(ranks)) if ratios else None
 
 

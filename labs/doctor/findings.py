@@ -149,7 +149,10 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
     priced = list(prices(ranks))
     for price in priced:
         if price.standing == "gain":
-            kind = OPTION if _is_an_option(price) else SLOW
+            small_model = price.gain.value < (ROWS_FROM if price.profile.device == "cpu" else ROWS_FROM_ON_GPU)
+            needed = price.by == INTERLEAVED and not needless_exchange(price.profile)  # by ranks that train one model
+            healthy_has = {"rows_one_by_one": small_model, "exchange": needed}.get(price.bottleneck.name, False)
+            kind = OPTION if healthy_has else SLOW
             yield _finding(price.bottleneck, price.profile, ranks, price.gain, price.by, kind)
     known = {price.bottleneck.name for price in priced if price.standing != "unclear"}
     yield from _switched_on(ranks, known)
@@ -159,13 +162,6 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
     yield from _growing(ranks)
     yield from _recompiles(ranks)
     yield from _copies(ranks)
-
-
-def _is_an_option(price: Price) -> bool:
-    """Whether a healthy script may have it: rows of a small model, and the price of ranks that train one model."""
-    rows = price.gain.value < (ROWS_FROM if price.profile.device == "cpu" else ROWS_FROM_ON_GPU)
-    exchange = price.by == INTERLEAVED and not needless_exchange(price.profile)
-    return {"rows_one_by_one": rows, "exchange": exchange}.get(price.bottleneck.name, False)
 
 
 def _finding(
@@ -194,7 +190,7 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
         "calls": f"{sum(n.calls for n in of.lines if n.kind == part):.3g}",
         "idle": round(100 * idle_share(of)),
         "often": f"{round(share_of_steps(of, part) * len(of.step_s))} of {len(of.step_s)} steps",
-        "mean": ms(mean_step_s(ranks)),
+        "mean": ms(statistics.fmean(gains.steps_s(ranks))),
         "loader": f"batches of {loader.batch_size or 'its sampler'}, {loader.workers} workers" if loader else "",
         "dataset": loader.dataset if loader else "",
         "batch": (loader and loader.batch_size) or "its size",
@@ -223,12 +219,6 @@ def needless_exchange(profile: Profile) -> bool:
     bucket = of.get("bucket_bytes") or math.inf
     small = bucket < SMALL_BUCKET and 4 * of.get("parameters", 0) / bucket > MANY_BUCKETS
     return bool(of.get("exchanges", 1) > 1 or small or of.get("sync_batchnorm"))
-
-
-def oversubscribed(profile: Profile) -> bool:
-    """Whether there are more threads of torch's than cores."""
-    threads, cores = profile.machine.get("threads"), profile.machine.get("cores")
-    return bool(threads and cores and threads * profile.local_ranks > cores and threads > 1)
 
 
 def _exchange_fix(profile: Profile) -> str:
@@ -273,11 +263,11 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
     """What the running training has, and no measurement has priced."""
     f = ranks[0]
     starved = f.device_s and idle_share(f) > IDLE_FROM and not known & {"slow_loader", "rows_one_by_one"}
-    not_half = not f.training.get("autocast")
+    not_half, threads = not f.training.get("autocast"), f.machine.get("threads", 1)
     kinds = {
         "anomaly": f.training.get("anomaly") and SLOW,
         "float64": "float64" in f.training.get("dtypes", ()) and SLOW,
-        "threads": oversubscribed(f) and SLOW,
+        "threads": threads > 1 and threads * f.local_ranks > f.machine.get("cores", threads) and SLOW,
         "find_unused": f.training.get("find_unused_parameters") and UNPRICED,  # it may be needed
         "exchange": len(ranks) > 1 and needless_exchange(f) and not gains.split(ranks) and UNPRICED,
         "python_overhead": starved and OPTION,
@@ -379,16 +369,11 @@ def _growing(ranks: Sequence[Profile]) -> Iterator[Finding]:
     """Memory that surely grows, and is full before a long training ends: of the first rank that shows it."""
     for f in ranks:
         grows, free = memory_growth(f), f.memory.get("free", 0)
-        if not gains.enough(grows) or grows.low <= 0 or free / grows.low > LONG_TRAINING or not _by_tensors(f, grows):
-            continue
-        yield _finding(BY_NAME["growing"], f, ranks, None, SEEN, RISK, grows=grows, last=free / grows.value)
-        return
-
-
-def _by_tensors(profile: Profile, grows: Estimate) -> bool:
-    """Whether tensors grow with a process, in number or bytes. If not, it may be the C library that keeps memory."""
-    m = profile.memory
-    return m.get("tensors_growth", 1.0) >= ONE_IN_TWO or m.get("tensor_bytes_growth", 0.0) >= OF_TENSORS * grows.low
+        if gains.enough(grows) and grows.low > 0 and free / grows.low <= LONG_TRAINING:
+            tensors, bytes_ = f.memory.get("tensors_growth", 1.0), f.memory.get("tensor_bytes_growth", 0.0)
+            if tensors >= ONE_IN_TWO or bytes_ >= OF_TENSORS * grows.low:  # else the C library may keep memory
+                yield _finding(BY_NAME["growing"], f, ranks, None, SEEN, RISK, grows=grows, last=free / grows.value)
+                return
 
 
 def memory_growth(profile: Profile) -> Estimate | None:
@@ -468,11 +453,6 @@ def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
 
 
 # Words
-
-
-def mean_step_s(ranks: Sequence[Profile]) -> float:
-    """Of the job as it is. Parts are means too: some slow steps may make one of them longer than the median step."""
-    return statistics.fmean(gains.steps_s(ranks))
 
 
 def ms(seconds: float) -> str:

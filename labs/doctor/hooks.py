@@ -139,7 +139,7 @@ class Hooks:
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
-        self._order: list[int] = []  # Of optimizers, in which they took their first steps
+        self._order: set[int] = set()  # Optimizers that have stepped, and the one whose first step came last:
         self._boundary = 0
         self._stepping: dict[int, list[Any]] = {}
         self._events: list[tuple[str, Any, Any]] = []
@@ -550,17 +550,14 @@ class Hooks:
             self._events.append(("optimizer", self._optimizer_began, self.mark()))
             self._optimizer_began = None
         self._observed("after_step", optimizer)
-        if self._ends_a_step(id(optimizer)):
-            self._end_step()
-
-    def _ends_a_step(self, optimizer: int) -> bool:
-        """Of several optimizers the last does: before, a graph may be there that needs the weights as they are."""
+        # Of several optimizers the last ends a step: before, a graph may be there that needs the weights as they are
         if self._boundary not in self.optimizers:  # the script dropped it
-            self._order = []
-        if optimizer not in self._order:
-            self._order.append(optimizer)
-            self._boundary = optimizer
-        return optimizer == self._boundary
+            self._order = set()
+        if id(optimizer) not in self._order:
+            self._order.add(id(optimizer))
+            self._boundary = id(optimizer)
+        if id(optimizer) == self._boundary:
+            self._end_step()
 
     def _end_step(self) -> None:
         if self.synchronised:

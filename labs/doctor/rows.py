@@ -42,12 +42,13 @@ def _held_rows(held: list[Any], sample: Any, i: int) -> list[int] | None:
     parts = list(sample.values()) if isinstance(sample, dict) else sample
     parts = parts if isinstance(parts, tuple | list) else [parts]
     parts, rows = ([torch.as_tensor(x).double() for x in of] for of in (parts, [array[i] for array in held]))
-    found = [next((k for k, row in enumerate(rows) if _same(part, row)), None) for part in parts]
+    found = [
+        next(
+            (k for k, row in enumerate(rows) if part.shape == row.shape and torch.allclose(part, row, 1e-6, 0.0)), None
+        )
+        for part in parts
+    ]
     return None if None in found else found
-
-
-def _same(part: torch.Tensor, row: torch.Tensor) -> bool:
-    return part.shape == row.shape and torch.allclose(part, row, rtol=1e-6, atol=0.0)
 
 
 def whole(dataset: Any) -> Any:

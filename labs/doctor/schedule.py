@@ -198,12 +198,9 @@ class _Interleaved:
         if mode is None:
             usage.note_memory(hooks, self.profile)
         elif mode.name == "same batch again":
-            yield from self._steps_as_they_are(self.drain)
-
-    def _steps_as_they_are(self, steps: int) -> Steps:
-        for _ in range(steps):
-            self.snapshot = None
-            yield
+            for _ in range(self.drain):
+                self.snapshot = None
+                yield
 
     @contextmanager
     def _applied(self, mode: Mode | None) -> Iterator[None]:

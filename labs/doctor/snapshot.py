@@ -33,7 +33,8 @@ class StateSnapshot:
             self.copies = [t.detach().clone() for t in self.tensors]
         # The dicts themselves, and what was in them: tensors, lists (LBFGS) and numbers
         self.dicts = [(d, _own_lists(d)) for d in _dicts(hooks)]
-        self.schedules = [(s, _plain_copies(s)) for s in schedules]
+        plain = ({k: copy.copy(v) for k, v in vars(s).items() if isinstance(v, PLAIN)} for s in schedules)
+        self.schedules = list(zip(schedules, plain, strict=True))
         self.random, self.torch_random = random.getstate(), torch.get_rng_state()
         self.cuda_random = torch.cuda.get_rng_state(self.device) if self.device is not None else None
         numpy = sys.modules.get("numpy")
@@ -95,10 +96,6 @@ def _tensors(hooks: Hooks) -> list[Any]:
     held += [p for d in dicts for p in d.get("params", ())]
     held += [v for d in dicts for v in d.values() if isinstance(v, hooks.torch.Tensor)]  # lr may be one
     return list({id(t): t for t in held}.values())
-
-
-def _plain_copies(schedule: Any) -> dict[str, Any]:
-    return {k: copy.copy(v) for k, v in vars(schedule).items() if isinstance(v, PLAIN)}
 
 
 def _own_lists(values: dict[str, Any]) -> dict[str, Any]:

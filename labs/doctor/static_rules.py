@@ -49,20 +49,14 @@ def _last(node: ast.AST) -> str:
     return getattr(node, "attr", None) or getattr(node, "id", "")
 
 
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((k.value for k in call.keywords if k.arg == name), None)
-
-
-def _false(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
-
-
 # Rules
 
 
 def _no_set_epoch(program: Program) -> Iterator[ast.AST]:
     if "set_epoch" not in program.words:
-        yield from (c for c in program.named("DistributedSampler") if not _false(_keyword(c, "shuffle")))
+        for call in program.named("DistributedSampler"):
+            if "shuffle=False" not in map(ast.unparse, call.keywords):
+                yield call
 
 
 def _no_zero_grad(program: Program) -> Iterator[ast.AST]:

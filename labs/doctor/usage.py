@@ -91,16 +91,12 @@ class Usage(threading.Thread):
 
 def note_memory(hooks: Hooks, profile: Profile) -> None:
     """After each step as it is, and after each turn of these, when nothing is kept for a counterfactual."""
-    profile.memory.setdefault("series", []).append([profile.steps, _in_use(hooks)])
+    in_use = hooks.torch.cuda.memory_allocated(hooks.device) if _on_gpu(hooks) else _resident()
+    profile.memory.setdefault("series", []).append([profile.steps, in_use])
 
 
 def _on_gpu(hooks: Hooks) -> bool:
     return hooks.device is not None and hooks.device.type == "cuda"
-
-
-def _in_use(hooks: Hooks) -> int:
-    """Bytes of tensors on a GPU, or of this process."""
-    return hooks.torch.cuda.memory_allocated(hooks.device) if _on_gpu(hooks) else _resident()
 
 
 @functools.cache

@@ -81,8 +81,10 @@ class Effect:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
         self.passes += 1
         for key, optimizer in list(self.scene.optimizers.items()):
-            if looks_at(self.scene.steps_of[key] + 1) and _gradients(optimizer):
+            held = []
+            if looks_at(self.scene.steps_of[key] + 1):
                 held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            if held:
                 self.had[key] = any(bool((some(g) != 0).any()) for g in held if not g.is_sparse)
 
     def before_step(self, optimizer: Any, number: int) -> None:
@@ -298,10 +300,6 @@ class Effect:
         """Return the line that made the only optimizer, else the first that steps."""
         made = [self.made[key] for key in self.scene.optimizers if key in self.made]
         return made[0] if len(made) == 1 and made[0][0] else self._first_step()
-
-
-def _gradients(optimizer: Any) -> bool:
-    return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -47,6 +47,7 @@ TWICE = {
     "cross_entropy": ("LogSoftmaxBackward0", "SoftmaxBackward0", "A softmax"),
 }
 """Losses that have an activation in them, their node, that of the activation, and its name."""
+DOUBLED = {(loss, activation) for loss, activation, _ in TWICE.values()}
 UNEQUAL, FEWEST = 1.25, 3  # Ratio of the largest and smallest weight of a token in a step; steps that must show it
 EPISODES = re.compile(r"\b(episodes?|rewards?|rollouts?|advantages?)\b", re.I)
 """Words of reinforcement learning, where each episode's mean counts the same on purpose."""
@@ -94,7 +95,8 @@ class Losses:
                 continue
             if not self.shapes and self.undo is None:
                 arithmetic = operands(node, MOST_NODES, ELEMENTWISE)
-                self.suspects += any(self._squared(child, of) for of, child in arithmetic) or _activated_twice(node)
+                self.suspects += any(self._squared(child, of) for of, child in arithmetic)
+                self.suspects += any((of.name(), _below(child)) in DOUBLED for of, child in operands(node, DEEPEST))
             with self.scene.torch.no_grad():
                 weights = dict(self._weights(node, 1.0, (), DEEPEST))
             if weights and len(self.window) < 256:
@@ -254,12 +256,6 @@ def _below(node: Any) -> str:
             break
         node = node.next_functions[0][0]
     return node.name() if node is not None else ""
-
-
-def _activated_twice(root: Any) -> bool:
-    """Return whether a loss with an activation in it is given what has one already."""
-    pairs_of = {(loss, inner) for loss, inner, _ in TWICE.values()}
-    return any((node.name(), _below(child)) in pairs_of for node, child in operands(root, DEEPEST))
 
 
 def _terms(shape: tuple[int, ...]) -> float:

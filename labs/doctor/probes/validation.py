@@ -57,11 +57,6 @@ class Validation:
         if (place := self.scene.line())[0]:
             self.eval_at = place
 
-    def _watch_dropouts(self) -> None:
-        self.watching = ExitStack()
-        for name in DROPOUTS:
-            self.scene.replace(self.scene.torch.nn.functional, name, self._dropout, self.watching)
-
     def _dropout(self, original: Any) -> Any:
         names = DROPOUTS[original.__name__].split()
 
@@ -107,7 +102,9 @@ class Validation:
             self.pending.append((number, active or not parts))
             return
         if not module.training and self.watching is None and not _compat.compiled_graphs():
-            self._watch_dropouts()
+            self.watching = ExitStack()
+            for name in DROPOUTS:
+                self.scene.replace(self.scene.torch.nn.functional, name, self._dropout, self.watching)
         self.evaluated = self.evaluated or not module.training
         if active and SAYS_SO.search(self._words(place)) and not ON_PURPOSE.search(function_text(*place)):
             self.by_name[place] = self.by_name.get(place, 0) + 1
