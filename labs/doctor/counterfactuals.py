@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import torch
+
 from labs.doctor.hooks import Hooks
 from labs.doctor.profile import Profile
 from labs.kit import _compat
@@ -39,7 +41,7 @@ def _why_not_without_exchange(hooks: Hooks, profile: Profile) -> str:
         return "its gradients are exchanged by compiled code"
     if not hooks.ddp:
         return "there is no DistributedDataParallel"
-    return "" if hooks.torch.distributed.get_world_size() > 1 else "there is one rank"
+    return "" if torch.distributed.get_world_size() > 1 else "there is one rank"
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def _no_exchange(hooks: Hooks) -> Iterator[None]:
 def _why_not_without_buffers(hooks: Hooks, profile: Profile) -> str:
     if not profile.training.get("buffers"):
         return "DDP sends no buffers"
-    return "" if hooks.torch.distributed.get_world_size() > 1 else "there is one rank"
+    return "" if torch.distributed.get_world_size() > 1 else "there is one rank"
 
 
 @contextmanager

@@ -28,6 +28,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from labs.doctor.bottlenecks import PARTS, TRAINERS
 from labs.doctor.probes.scene import OwnLines, callers, local
 from labs.doctor.profile import KINDS, Line, Loader, Profile
@@ -154,12 +156,9 @@ class Hooks:
 
     def install(self) -> None:
         """Nothing of it asks the driver, not even whether there is a GPU: a script may still want to hide some."""
-        import torch
-        import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data import DataLoader
 
-        self.torch = torch
         if self.probes is not None:  # first: the hooks wrap what it replaces
             self.probes.install()
             self._undo.callback(self.probes.remove)
@@ -171,6 +170,7 @@ class Hooks:
         noted = [
             (owner, "synchronize", "synchronise") for owner in (torch.cuda, torch.xpu, torch.mps, torch.accelerator)
         ]
+        dist = torch.distributed
         if dist.is_available():
             noted += [(dist, name, "exchange") for name in COLLECTIVES]
             replaced.append((dist.Work, "wait", self._waiting_for_ranks))
@@ -217,7 +217,7 @@ class Hooks:
                 self._dynamo_knows = True
                 callback = _compat.dynamo_callback
                 _compat.dynamo_trace_rules.add("labs.doctor")  # nothing here is ever traced,
-                self._end_step = self.torch.compiler.disable(self._end_step)  # nor what is called from here
+                self._end_step = torch.compiler.disable(self._end_step)  # nor what is called from here
                 callback.on_compile_start(self._trace_begins)
                 callback.on_compile_end(self.put_on)
                 self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
@@ -235,7 +235,7 @@ class Hooks:
 
     def _elsewhere(self) -> bool:
         """In a thread that is not the script's, in a fork, or while torch.compile reads the program."""
-        return threading.get_ident() != self.spans.thread or self.torch.compiler.is_compiling()
+        return threading.get_ident() != self.spans.thread or torch.compiler.is_compiling()
 
     # Calls
 
@@ -303,10 +303,11 @@ class Hooks:
         copied = self._noted("copy", function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            began = self.mark() if self.recording and tensor.device.type == "cpu" and not self._elsewhere() else None
-            result = copied(tensor, *args, **kwargs)
-            if began is not None and self.spans.stack[-1] not in OPAQUE | {"forward", "backward"}:
-                self._events.append(("copy", began, self.mark()))
+            inner = self.spans.stack[-1] in OPAQUE | {"forward", "backward"}
+            if not self.marking or inner or tensor.device.type != "cpu" or self._elsewhere():
+                return copied(tensor, *args, **kwargs)
+            began, result = self.mark(), copied(tensor, *args, **kwargs)
+            self._events.append(("copy", began, self.mark()))
             return result
 
         return call
@@ -315,7 +316,7 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere():
                 return function(*args, **kwargs)
-            self.anomaly = self.anomaly or self.torch.is_anomaly_enabled()
+            self.anomaly = self.anomaly or torch.is_anomaly_enabled()
             if function.__name__ != "backward":
                 return self._on_device("backward", function, args, kwargs)
             self.backwards += 1
@@ -338,14 +339,15 @@ class Hooks:
 
     def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Timed by the host's clock, and on a GPU by events on its stream."""
-        began = self.mark() if self.recording else None
-        if began is not None and kind == "backward" and self._events and self._events[-1][0] == "forward":
+        if not self.marking:
+            return self._timed(kind, function, args, kwargs)
+        began = self.mark()
+        if kind == "backward" and self._events and self._events[-1][0] == "forward":
             self._events.append(("loss", self._events[-1][2], began))
         try:
             return self._timed(kind, function, args, kwargs)
         finally:
-            if began is not None:
-                self._events.append((kind, began, self.mark()))
+            self._events.append((kind, began, self.mark()))
 
     # Data
 
@@ -388,7 +390,7 @@ class Hooks:
                     use.batch, use.versions = _new_containers(batch), self._versions(batch)
             self._fetched.append(use)
             if self.loader is not None and use.loader() is self.loader:
-                self._in_batches += length(batch, self.torch.Tensor)
+                self._in_batches += length(batch)
             return batch
 
         return call
@@ -399,8 +401,8 @@ class Hooks:
     def _leaves(self, tree: Any) -> list[Any]:
         if type(tree) in (list, tuple):
             return [leaf for branch in tree for leaf in self._leaves(branch)]
-        leaves = [tree] if isinstance(tree, self.torch.Tensor) else _compat.tree_leaves(tree)
-        return [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
+        leaves = [tree] if isinstance(tree, torch.Tensor) else _compat.tree_leaves(tree)
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _sort(self, training: bool) -> None:
         """A model is called: what was fetched just before is data of the training, or of the evaluation."""
@@ -434,7 +436,7 @@ class Hooks:
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
         # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
-        training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in self._leaves((args, kwargs)))
+        training = torch.is_grad_enabled() or any(leaf.requires_grad for leaf in self._leaves((args, kwargs)))
         again = self.spans.stack[-1] == "backward"
         self._sort(training)
         self._observed("forward", module, training, again, args, kwargs)
@@ -449,15 +451,15 @@ class Hooks:
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
         """At each call: how many samples. At the first one: device, precision."""
-        self._in_calls[id(module)] += length((args, kwargs), self.torch.Tensor)
+        self._in_calls[id(module)] += length((args, kwargs))
         if id(module) in self.called:
             return
         self.called.add(id(module))
         first = next(module.parameters(), None)
         self.device = self.device or (None if first is None else first.device)
         kind = self.device.type if self.device is not None else "cpu"
-        if self.torch.is_autocast_enabled(kind):
-            self.autocast = str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if torch.is_autocast_enabled(kind):
+            self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -485,7 +487,7 @@ class Hooks:
         self._looked += 1
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
-        every = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
+        every = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
         if mine - held:
             modules = [m for m in every if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
@@ -521,7 +523,7 @@ class Hooks:
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
         self._observed("before_step", optimizer)
         self.spans.enter("optimizer")
-        self._optimizer_began = self.mark() if self.recording else None
+        self._optimizer_began = self.mark() if self.marking else None
         if not any(map(callable, (*args[1:], *kwargs.values()))):
             return None
         return (args[0], *map(self._as_own_code, args[1:])), {name: self._as_own_code(a) for name, a in kwargs.items()}
@@ -579,15 +581,20 @@ class Hooks:
     def synchronise(self) -> None:
         """Wait until the device has done what it was given so far. The script itself does not: the wait is ours."""
         if self.device is not None and self.device.type in ("cuda", "xpu", "mps"):
-            self._timed("device", self.torch.accelerator.synchronize, (self.device,), {})
+            self._timed("device", torch.accelerator.synchronize, (self.device,), {})
 
     def mark(self) -> Any:
         """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
         if self.device is None or self.device.type != "cuda":
             return None
-        event = self.torch.cuda.Event(enable_timing=True)
-        event.record(self.torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
         return event
+
+    @property
+    def marking(self) -> bool:
+        """Whether a GPU's own times are noted."""
+        return self.recording and self.device is not None and self.device.type == "cuda"
 
     def device_seconds(self) -> dict[str, float]:
         """Of all recorded steps, by kind; after a synchronisation. Empty without a GPU."""
@@ -608,12 +615,12 @@ class Hooks:
         return sorted(found, key=lambda noted: -noted.ms)
 
 
-def length(batch: Any, tensor: type) -> int:
+def length(batch: Any) -> int:
     """Of the first tensor in it that has a dimension; 0 if there is none."""
-    if isinstance(batch, tensor):
+    if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 0
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((n for n in (length(value, tensor) for value in values) if n), 0)
+    return next((n for n in (length(value) for value in values) if n), 0)
 
 
 def _new_containers(batch: Any) -> Any:
@@ -632,7 +639,6 @@ def _own_copy(value: Any) -> Any:
 
 def describe(hooks: Hooks, profile: Profile) -> None:
     """Write into `profile` what the training consists of. Called at the end of a step, below whatever has called it."""
-    torch = hooks.torch
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 

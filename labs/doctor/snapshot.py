@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import psutil
+import torch
 
 from labs.doctor.hooks import Hooks
 from labs.doctor.probes.scene import local
@@ -25,7 +26,6 @@ class StateSnapshot:
     """
 
     def __init__(self, hooks: Hooks, found: tuple[list[Any], list[Any]]) -> None:
-        torch = self.torch = hooks.torch
         scalers, schedules = found
         self.device = hooks.device if hooks.device is not None and hooks.device.type == "cuda" else None
         self.tensors = [*_tensors(hooks), *(t for s in scalers for t in _compat.tensors_of_scaler(s))]
@@ -45,15 +45,15 @@ class StateSnapshot:
         for holder, values in self.dicts:
             holder.clear()
             holder.update(_own_lists(values))
-        with self.torch.no_grad():
+        with torch.no_grad():
             for tensor, copied in zip(self.tensors, self.copies, strict=True):
                 tensor.detach().copy_(copied)
         for schedule, values in self.schedules:
             vars(schedule).update({k: copy.copy(v) for k, v in values.items()})
         random.setstate(self.random)
-        self.torch.set_rng_state(self.torch_random)
+        torch.set_rng_state(self.torch_random)
         if self.cuda_random is not None:
-            self.torch.cuda.set_rng_state(self.cuda_random, self.device)
+            torch.cuda.set_rng_state(self.cuda_random, self.device)
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
 
@@ -66,7 +66,7 @@ def has_room(hooks: Hooks, local_ranks: int) -> bool:
     """
     needed = sum(t.numel() * t.element_size() for t in map(local, _tensors(hooks)))
     if hooks.device is not None and hooks.device.type == "cuda":
-        return needed < hooks.torch.cuda.mem_get_info(hooks.device)[0] // 2
+        return needed < torch.cuda.mem_get_info(hooks.device)[0] // 2
     free, limit = psutil.virtual_memory().available, host.memory_limit_bytes()
     if limit is not None:
         free = min(free, limit - local_ranks * psutil.Process().memory_info().rss)
@@ -94,7 +94,7 @@ def _tensors(hooks: Hooks) -> list[Any]:
     held = [t for root in hooks.roots.values() for t in (*root.parameters(), *root.buffers())]
     dicts = _dicts(hooks)
     held += [p for d in dicts for p in d.get("params", ())]
-    held += [v for d in dicts for v in d.values() if isinstance(v, hooks.torch.Tensor)]  # lr may be one
+    held += [v for d in dicts for v in d.values() if isinstance(v, torch.Tensor)]  # lr may be one
     return list({id(t): t for t in held}.values())
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from contextlib import suppress
 
 import psutil
+import torch
 
 from labs.doctor.hooks import Hooks, describe
 from labs.doctor.profile import Line, Profile
@@ -81,17 +82,17 @@ class Usage(threading.Thread):
             ]
         lines.sort(key=lambda line: -line.ms)
         on_gpu = _on_gpu(hooks)
-        free = hooks.torch.cuda.mem_get_info(hooks.device)[0] if on_gpu else host.container().memory_available_bytes
+        free = torch.cuda.mem_get_info(hooks.device)[0] if on_gpu else host.container().memory_available_bytes
         profile.memory["free"] = free
         if not on_gpu:
             grown = [(now - before) / steps for now, before in zip(_tensors(hooks), self.tensors, strict=True)]
             profile.memory |= dict(zip(("tensors_growth", "tensor_bytes_growth"), grown, strict=True))
-        profile.machine = {"cores": host.core_count(), "threads": hooks.torch.get_num_threads()}
+        profile.machine = {"cores": host.core_count(), "threads": torch.get_num_threads()}
 
 
 def note_memory(hooks: Hooks, profile: Profile) -> None:
     """After each step as it is, and after each turn of these, when nothing is kept for a counterfactual."""
-    in_use = hooks.torch.cuda.memory_allocated(hooks.device) if _on_gpu(hooks) else _resident()
+    in_use = torch.cuda.memory_allocated(hooks.device) if _on_gpu(hooks) else _resident()
     profile.memory.setdefault("series", []).append([profile.steps, in_use])
 
 
@@ -112,7 +113,7 @@ def _resident() -> int:
 
 def _tensors(hooks: Hooks) -> tuple[int, int]:
     """How many tensors Python knows, and the bytes of their storages; what only a graph keeps is not among them."""
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), hooks.torch.Tensor)]
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     storages = {}
     for tensor in tensors:
         with suppress(RuntimeError, NotImplementedError):  # no storage: a fake, or a wrapper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from labs.doctor.probes.effect import Effect
 from labs.doctor.probes.losses import Losses, Warnings
 from labs.doctor.probes.replicas import Replicas
 from labs.doctor.probes.saving import Saving
-from labs.doctor.probes.scene import Scene
+from labs.doctor.probes.scene import DONE, Scene
 from labs.doctor.probes.schedules import Schedules
 from labs.doctor.probes.validation import Validation
 
@@ -50,9 +50,6 @@ class Probes:
 
     def install(self) -> None:
         """Take part in the script from here on. Call it once torch is imported, before other hooks."""
-        import torch  # not at the top: the script may set variables before its own import
-
-        self.scene.torch = torch
         os.register_at_fork(after_in_child=self.scene.forked)
         for probe in self.probes:
             if hasattr(probe, "install"):
@@ -74,9 +71,10 @@ class Probes:
         of = self.functions.get(event)
         if of is None:
             of = self.functions[event] = [(p, f) for p in self.probes if (f := getattr(p, event, None)) is not None]
-        for probe, function in of:
+        for probe, function in tuple(of):
             try:
-                function(*args)
+                if function(*args) is DONE:
+                    of.remove((probe, function))
             except Exception:
                 self._failed(probe)
 
@@ -120,7 +118,8 @@ class Probes:
                     rows += probe.findings()
                 except Exception:
                     self._failed(probe)
-            self.last = _finite([asdict(row) if isinstance(row, Match) else row for row in rows])
+            said = json.dumps([asdict(row) if isinstance(row, Match) else row for row in rows])
+            self.last = json.loads(said, parse_constant=lambda _: 0.0)
         return self.last
 
 
@@ -132,12 +131,3 @@ def merge(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
     for match in seen:
         first.setdefault((match.probe, match.file, match.line, match.fix), match)
     return sorted(first.values(), key=lambda m: (not m.wrong, SEVERITY.index(m.probe)))
-
-
-def _finite(tree: Any) -> Any:
-    """Return it with 0 for numbers that JSON doesn't have."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
-    return 0.0 if isinstance(tree, float) and not math.isfinite(tree) else tree

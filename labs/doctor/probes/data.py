@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from labs.doctor.bottlenecks import Match, matched
-from labs.doctor.probes.scene import WARM_UP, Scene, assignments, name_in, parsed, some, tensors_in
+from labs.doctor.probes.scene import DONE, WARM_UP, Scene, assignments, name_in, parsed, some, tensors_in
 from labs.kit import _compat
 
 LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.2, 60, 8
@@ -110,15 +111,15 @@ class Data:
         if sampler.shuffle:
             self.epochs.setdefault(sampler, []).append((sampler.epoch, self.scene.step))
 
-    def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> None:
+    def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> object:
         """Take a digest of what a model is given in the first steps."""
         step = self.scene.step
-        if step > WARM_UP or not training or again or (self.inputs and self.inputs[-1][0] == step):
-            return
-        self.parallel = self.parallel or _data_parallel(module, self.scene.torch)
-        if self.parallel:
-            self.inputs.append((step, _digest((args, kwargs), self.scene.torch)))
-            self.input_at = self.scene.line()
+        if training and not again and step <= WARM_UP and not (self.inputs and self.inputs[-1][0] == step):
+            self.parallel = self.parallel or _data_parallel(module)
+            if self.parallel:
+                self.inputs.append((step, _digest((args, kwargs))))
+                self.input_at = self.scene.line()
+        return DONE if step > WARM_UP else None
 
     def resumed(self) -> None:
         """Count: a counterfactual has put the random state back, so that later epochs may begin as earlier ones."""
@@ -159,7 +160,7 @@ class Data:
             mine["fetched"] += 1
             with suppress(Exception):
                 if mine["fetched"] <= WRITES[0]:
-                    mine["batches"].append(_digest(batch, self.scene.torch))
+                    mine["batches"].append(_digest(batch))
                 if mine["fetched"] in WRITES:
                     self._leave(fetcher.dataset)
             return batch
@@ -172,7 +173,7 @@ class Data:
             mine["after"] = _random_states(dataset)
         mine["sizes"] = [mine["sizes"][0], _sizes(dataset)]
         mine["history"].append((mine["fetched"], mine["sizes"][1]))
-        info = self.scene.torch.utils.data.get_worker_info()
+        info = torch.utils.data.get_worker_info()
         part = os.path.join(self.scene.scratch, f"worker-{os.getpid()}.part")
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(file, json.dumps(mine | {"worker": info.id}).encode())
@@ -203,7 +204,7 @@ class Data:
         return (code.co_filename, code.co_firstlineno) if code and self.scene.owns(code.co_filename) else None
 
     def _is_stream(self, dataset: Any) -> bool:
-        return isinstance(dataset, self.scene.torch.utils.data.IterableDataset)
+        return isinstance(dataset, torch.utils.data.IterableDataset)
 
     def _share(self) -> list[Any] | None:
         """Return rank and line of the sampler that shares the training's data out."""
@@ -340,11 +341,11 @@ def _random(node: ast.AST, drawn: set[str]) -> bool:
     )
 
 
-def _data_parallel(module: Any, torch: Any) -> str:
+def _data_parallel(module: Any) -> str:
     """Return how a model's ranks share the data; "" if they may be meant to see the same."""
     kind = type(module).__name__
     if kind == "OptimizedModule":
-        return _data_parallel(module._orig_mod, torch)
+        return _data_parallel(module._orig_mod)
     if kind == "DistributedDataParallel":
         world = torch.distributed.get_world_size()
         return "ddp" if len(torch.distributed.get_process_group_ranks(module.process_group)) == world else ""
@@ -354,10 +355,10 @@ def _data_parallel(module: Any, torch: Any) -> str:
     return ""
 
 
-def _digest(tree: Any, torch: Any) -> int:
+def _digest(tree: Any) -> int:
     """Return a number that is the same for the same tensors."""
     with torch.no_grad():
-        return zlib.crc32(repr([(list(t.shape), some(t).tolist()) for t in tensors_in(tree, torch)]).encode())
+        return zlib.crc32(repr([(list(t.shape), some(t).tolist()) for t in tensors_in(tree)]).encode())
 
 
 def _private_mb(pid: int) -> float | None:
@@ -393,7 +394,7 @@ def _held(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 def _random_states(dataset: Any) -> dict[str, int]:
     """Return a digest of each generator that a worker may draw from, by name."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules["torch"]
+    numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {
         "the module random": random.getstate(),
         "the generator of PyTorch": torch.get_rng_state().tolist(),

@@ -9,8 +9,10 @@ import re
 import weakref
 from typing import Any
 
+import torch
+
 from labs.doctor.bottlenecks import Match, matched
-from labs.doctor.probes.scene import Scene, around, leaves, listed, local, looks_at, some
+from labs.doctor.probes.scene import DONE, Scene, around, leaves, listed, local, looks_at, some
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
 """Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
@@ -52,10 +54,10 @@ class Effect:
 
     def install(self) -> None:
         """Note which lines put a module into 16 bits, and which modules get weights from elsewhere."""
-        self.scene.listen(self.scene.torch.nn.Module, "load_state_dict", self._loading)
-        self.scene.listen(self.scene.torch.optim.Optimizer, "__init__", self._making)
+        self.scene.listen(torch.nn.Module, "load_state_dict", self._loading)
+        self.scene.listen(torch.optim.Optimizer, "__init__", self._making)
         for name in ("to", "half", "bfloat16"):
-            self.scene.listen(self.scene.torch.nn.Module, name, functools.partial(self._casting, name))
+            self.scene.listen(torch.nn.Module, name, functools.partial(self._casting, name))
 
     def _making(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.made[id(optimizer)] = self.scene.line()
@@ -66,16 +68,17 @@ class Effect:
             self.replaced = self.scene.line() if assign and self.made else self.replaced
 
     def _casting(self, name: str, module: Any, *args: Any, **kwargs: Any) -> None:
-        half = self.scene.torch.bfloat16, self.scene.torch.float16
+        half = torch.bfloat16, torch.float16
         if name != "to" or any(a in half for a in (*args, *kwargs.values()) if not hasattr(a, "dim")):
             self.casts.append((weakref.ref(module), self.scene.line()))
 
-    def before_backward(self, losses: list[Any]) -> None:
+    def before_backward(self, losses: list[Any]) -> object:
         """Find the parameter that is nearest to the loss."""
         if self.scene.step == 2:
             for loss in losses:
                 near = list(leaves(getattr(loss, "grad_fn", None), MOST_NODES))
                 self.nearest = near[0] if sum(p is near[0] for p in near) == 1 else None
+        return DONE if self.scene.step > 2 else None
 
     def after_backward(self, losses: list[Any]) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
@@ -124,7 +127,7 @@ class Effect:
     def _compare(self, optimizer: Any, number: int, rate: float | None) -> None:
         if any(p.grad is not None and p.grad.is_sparse for p, _ in self.before):
             return
-        torch, counts, dtypes, gradients = self.scene.torch, [], [], 0
+        counts, dtypes, gradients = [], [], 0
         for p, was in self.before:
             changed = some(p) != was
             if not p.requires_grad:
@@ -151,15 +154,13 @@ class Effect:
 
     def _look_for_missing(self, number: int) -> None:
         """Find parameters of the model that get gradients and that no optimizer has."""
-        scene, torch = self.scene, self.scene.torch
+        scene = self.scene
         if number == 3:
             objects = gc.get_objects()
-            optimizers = [o for o in objects if issubclass(type(o), scene.torch.optim.Optimizer)]
+            optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer)]
             held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
             roots = {key: list(root.parameters()) for key, root in scene.roots.items()}
-            listed = {
-                id(p): p for r in scene.roots.values() for m in r.modules() for p in _in_plain_lists(m, scene.torch)
-            }
+            listed = {id(p): p for r in scene.roots.values() for m in r.modules() for p in _in_plain_lists(m)}
             known = {id(p) for of in roots.values() for p in of}
             hidden = [p for key, p in listed.items() if key not in known | held and _has_gradient(p)]
             stale = [p for p in scene.parameters() if p.grad is None and p.requires_grad and id(p) not in known]
@@ -171,7 +172,7 @@ class Effect:
                 if free and (stale or sum(p.numel() for p in free) <= trained):
                     lacking += free
             if self.nearest is not None and id(self.nearest) not in held | known:
-                modules = [m for m in objects if issubclass(type(m), scene.torch.nn.Module) and m.training]
+                modules = [m for m in objects if issubclass(type(m), torch.nn.Module) and m.training]
                 last = [m for m in modules if any(p is self.nearest for p in m.parameters())]
                 outer = max(last, key=lambda m: sum(1 for _ in m.parameters()), default=None)
                 of = list(outer.parameters()) if outer is not None and not LOSS.search(type(outer).__name__) else []
@@ -192,7 +193,6 @@ class Effect:
 
     def _look_at_autocast(self, device: str, number: int) -> None:
         """Try whether a weight's copy in 16 bits outlives a step: that of a weight of our own, which we change."""
-        torch = self.scene.torch
         if number > 5 or not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
             return
         if self.canary is None:
@@ -312,7 +312,7 @@ def _skips(optimizer: Any) -> bool:
     return infinite is not None and bool(local(infinite).item())
 
 
-def _in_plain_lists(module: Any, torch: Any) -> list[Any]:
+def _in_plain_lists(module: Any) -> list[Any]:
     """Return the parameters of modules that an attribute holds in a list, a tuple or a dict."""
     out: list[Any] = []
     for value in vars(module).values():

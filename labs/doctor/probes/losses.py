@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import Scene, leaves, looks_at, operands
 from labs.kit import _compat
@@ -97,7 +99,7 @@ class Losses:
                 arithmetic = operands(node, MOST_NODES, ELEMENTWISE)
                 self.suspects += any(self._squared(child, of) for of, child in arithmetic)
                 self.suspects += any((of.name(), _below(child)) in DOUBLED for of, child in operands(node, DEEPEST))
-            with self.scene.torch.no_grad():
+            with torch.no_grad():
                 weights = dict(self._weights(node, 1.0, (), DEEPEST))
             if weights and len(self.window) < 256:
                 nearest = id(next(leaves(node, MOST_NODES), None))  # another head is another task
@@ -141,7 +143,7 @@ class Losses:
         return few > 1 and (many == few**2 or many**2 == few**3)
 
     def _watch(self) -> None:
-        torch, self.undo = self.scene.torch, ExitStack()
+        self.undo = ExitStack()
         owners = [(torch.Tensor, name) for name in OPERATORS]
         owners += [(torch.nn.functional, name) for name in (*LOSSES, "cross_entropy")]
         for owner, name in [*owners, (torch, "broadcast_tensors"), (torch, "sub"), (torch, "mul")]:
@@ -156,7 +158,7 @@ class Losses:
                 place = self.scene.line(sys._getframe(1))
                 if name in TWICE and _below(getattr(args[0] if args else None, "grad_fn", None)) == TWICE[name][1]:
                     self.shapes.append(matched("activated-twice", place, activation=TWICE[name][2], loss=name))
-                tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, self.scene.torch.Tensor)]
+                tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
                 self._check(tensors, loss, name, kwargs.get("reduction"), place)
             return original(*args, **kwargs)
 
@@ -173,7 +175,7 @@ class Losses:
             if not pairs(a, b):
                 continue
             if len(a) != len(b) and not (one or loss):
-                self.squares.setdefault(tuple(self.scene.torch.broadcast_shapes(a, b)), (a, b, place))
+                self.squares.setdefault(tuple(torch.broadcast_shapes(a, b)), (a, b, place))
             elif (one or loss) and (len(a) != len(b) or (loss and reduction == "none")):
                 self._note(a, b, name if loss and name != "broadcast_tensors" else "this line", place)
 

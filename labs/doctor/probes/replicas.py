@@ -8,9 +8,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from labs.doctor.bottlenecks import TEXTS, Match, matched
 from labs.doctor.probes.data import Data
-from labs.doctor.probes.scene import Scene, some
+from labs.doctor.probes.scene import DONE, Scene, some
 from labs.kit import _compat
 
 AT = (0, 1, 3, 7)
@@ -50,7 +52,7 @@ class Replicas:
 
     def install(self) -> None:
         """See which models are wrapped, and what the script itself sends."""
-        torch, dist = self.scene.torch, self.scene.torch.distributed
+        dist = torch.distributed
         self.scene.listen(torch.autograd, "grad", self._grading)
         ddp = torch.nn.parallel.DistributedDataParallel
         self.scene.listen(ddp, "__init__", after=lambda _, ddp, *args, **kwargs: self.ddp.append(weakref.ref(ddp)))
@@ -88,32 +90,37 @@ class Replicas:
         """Return the DDP modules that are alive, in the order in which they were made."""
         return [m for m in (ref() for ref in self.ddp) if m is not None and hasattr(m, "module")]
 
-    def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> None:
+    def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> object:
         """See whether a model is called past the DDP that holds it."""
-        if not training or again or self.scene.step > AT[-1]:
-            return
+        if self.scene.step > AT[-1]:
+            return DONE
+        if not training or again:
+            return None
         self.forward_at = self.scene.line()
         inner = {id(m.module) for m in self.wrapped()}
         if id(getattr(module, "_orig_mod", module)) in inner and self.bypass is None:
             self.bypass = self.forward_at
         self.through_ddp += type(module).__name__ == "DistributedDataParallel"
+        return None
 
-    def before_backward(self, losses: list[Any]) -> None:
+    def before_backward(self, losses: list[Any]) -> object:
         """Count passes in which DDP exchanges gradients."""
         if self.scene.step > AT[-1]:
-            return
+            return DONE
         wrapped = self.wrapped()
         self.backwards += 1
         self.synced += any(m.require_backward_grad_sync for m in wrapped)
         if not self.backward_at[0]:
             self.backward_at = self.scene.line()
+        return None
 
-    def before_step(self, optimizer: Any, number: int) -> None:
+    def before_step(self, optimizer: Any, number: int) -> object:
         """Take the sums."""
-        if self.scene.step not in AT or not _ranks(self.scene.torch):
-            return
+        if self.scene.step > AT[-1]:
+            return DONE
+        if self.scene.step not in AT or not self._several():
+            return None
         inside, outside = self._compared()
-        torch = self.scene.torch
         for parameters, digests in ((inside, self.digests), (outside, self.outer)):
             with torch.no_grad():
                 parts = [some(p).double() for p in parameters]
@@ -127,6 +134,11 @@ class Replicas:
         self.group = [*range(dist.get_world_size())]
         if wrapped:
             self.group = dist.get_process_group_ranks(wrapped[0].process_group)
+        return None
+
+    def _several(self) -> bool:
+        dist = torch.distributed
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def _compared(self) -> tuple[list[Any], list[Any]]:
         """Return the parameters of DDP models, or all, and those that are trained outside of them."""
@@ -172,13 +184,6 @@ class Replicas:
             "reduced": len(self.reduced) / grads if grads else 0.0,
         }
         return [{"probe": "_replicas", **row}]
-
-
-def _ranks(torch: Any) -> int:
-    """Return the number of ranks if there are several, else 0."""
-    dist = torch.distributed
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.get_world_size() if several else 0
 
 
 def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:

@@ -10,6 +10,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import (
     WARM_UP,
@@ -49,7 +51,6 @@ class Saving:
 
     def install(self) -> None:
         """Replace torch.save and both ends of a state dict."""
-        torch = self.scene.torch
         self.scene.listen(torch, "save", self._saving)
         self.scene.listen(torch.nn.Module, "state_dict", after=self._taking)
         self.scene.listen(torch.nn.Module, "load_state_dict", self._loading)
@@ -69,34 +70,34 @@ class Saving:
         of = self._record(state)
         if of is not None and of["step"] == self.scene.step:
             of["used"] = True
-        elif of is not None and _pointers(state.values(), self.scene.torch) & self._live():
-            own = _pointers(module.parameters(), self.scene.torch)
-            if own and own <= _pointers(state.values(), self.scene.torch):
+        elif of is not None and _pointers(state.values()) & self._live():
+            own = _pointers(module.parameters())
+            if own and own <= _pointers(state.values()):
                 self.aliases.append(matched("no-copy", of["at"], name="The state dict that is loaded here"))
 
     def _live(self) -> set[int]:
-        return _pointers(self.scene.parameters(), self.scene.torch)
+        return _pointers(self.scene.parameters())
 
     def after_step(self, optimizer: Any, number: int) -> None:
         """Look for containers in the script's variables that hold the live weights since an earlier step."""
         self.steps.append((self.scene.step, id(optimizer)))
         if number <= WARM_UP or not looks_at(number) or self.aliases:
             return
-        live, torch = self._live(), self.scene.torch
+        live = self._live()
         self.taken = {k: of for k, of in self.taken.items() if of["ref"]() is not None}
         seen: dict[tuple[int, str], int] = {}
         for frame in self.scene.frames():
             file, variables = frame.f_code.co_filename, dict(frame.f_locals)
             self.scheduler_names |= {n for n, v in variables.items() if hasattr(v, "last_epoch") and hasattr(v, "step")}
             for name, value in self.scene.objects(variables.items(), most=MOST_HELD):
-                if not _holds_tensors(value, torch):
+                if not _holds_tensors(value):
                     continue
                 key = id(value), name
                 seen[key] = self.seen.get(key, number)
                 of = self._record(value)
                 since = of["step"] if of else seen[key]
                 if since < (self.scene.step if of else number) and not (of and of["used"]):
-                    pointers = _pointers(value.values() if isinstance(value, dict) else value, torch)
+                    pointers = _pointers(value.values() if isinstance(value, dict) else value)
                     if pointers & live and (NAMED.search(name) or _restored(file, name)):
                         self.aliases.append(
                             matched("no-copy", of["at"] if of else assigned(file, name), name=f"`{name}`")
@@ -105,7 +106,7 @@ class Saving:
         self.seen = seen
 
     def _same_model(self, variables: dict[str, Any], file: str) -> None:
-        module = self.scene.torch.nn.Module
+        module = torch.nn.Module
         models = {n: v for n, v in variables.items() if isinstance(v, module) and id(v) in self.scene.roots}
         for name, model in models.items():
             if NAMED.search(name) and any(m is model and not NAMED.search(n) for n, m in models.items()):
@@ -124,19 +125,19 @@ class Saving:
                 record["used"] = True
             if (kind := self._kind(key, value, depth)) is not None:
                 of["kinds"].append(kind)
-            if first and isinstance(value, self.scene.torch.nn.Module):
+            if first and isinstance(value, torch.nn.Module):
                 of["held"] += [*value.parameters(), *value.buffers()]
-            elif first and isinstance(value, self.scene.torch.Tensor):
+            elif first and isinstance(value, torch.Tensor):
                 of["held"].append(value)
         if first:
             of["lacks"] = self._not_held(of["held"], recent)
             self.scene.keep()
-            scalers = [o for o in gc.get_objects() if issubclass(type(o), self.scene.torch.amp.GradScaler)]
+            scalers = [o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler)]
             self.scalers = [weakref.ref(s) for s in scalers if s.is_enabled()]
 
     def _not_held(self, held: list[Any], recent: set[int]) -> list[str]:
         """Return the names of trained parameters, and statistics of their models, that no saved tensor can be."""
-        torch, scene = self.scene.torch, self.scene
+        scene = self.scene
         optimizers = [o for k in recent if (o := scene.optimizers.get(k)) is not None]
         trained = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
         trained = {key: p for key, p in trained.items() if p.requires_grad}
@@ -157,17 +158,16 @@ class Saving:
                     of = [t for t in of if isinstance(t, torch.Tensor) and id(t) not in trained]
                     needed += [(name, t) for t in of if tuple(t.shape) in shapes]
         needed = list({id(t): (name, t) for name, t in needed}.values())
-        pointers = _pointers(held, torch)
+        pointers = _pointers(held)
         rest = Counter(tuple(t.shape) for t in held)
         missing = []
         for name, tensor in needed:
             rest[tuple(tensor.shape)] -= 1
-            if not _pointers([tensor], torch) <= pointers:
+            if not _pointers([tensor]) <= pointers:
                 missing.append((name, tuple(tensor.shape)))
         return list(dict.fromkeys(n for n, shape in missing if rest[shape] < 0))  # else one may be a copy of it
 
     def _kind(self, key: Any, value: Any, depth: int) -> str | None:
-        torch = self.scene.torch
         if isinstance(value, torch.nn.Module):
             return "model"
         if isinstance(value, torch.optim.Optimizer) or (isinstance(value, dict) and "param_groups" in value):
@@ -247,13 +247,13 @@ def _inside(obj: Any) -> Iterator[tuple[Any, Any, int]]:
         level = following
 
 
-def _pointers(values: Any, torch: Any) -> set[int]:
+def _pointers(values: Any) -> set[int]:
     """Return the addresses of dense tensors' memory."""
     dense = [v for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided and v.numel()]
     return {v.data_ptr() for v in dense if not hasattr(v, "to_local")} - {0}
 
 
-def _holds_tensors(value: Any, torch: Any) -> bool:
+def _holds_tensors(value: Any) -> bool:
     if not isinstance(value, dict | list | tuple) or len(value) >= MOST_HELD:
         return False
     items = value.values() if isinstance(value, dict) else value

@@ -16,12 +16,15 @@ from contextlib import ExitStack
 from functools import lru_cache, wraps
 from typing import Any
 
+import torch
+
 DOCTOR = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 PATHS = {os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")} | {DOCTOR}
 LIBRARIES = tuple(path + os.sep for path in PATHS)
 WARM_UP = 5
 LATER = frozenset((13, 34, 55, 89, 144, 233, 377, 610, 987, 1597))
 """Steps at which the probes look: the first WARM_UP, which the doctor doesn't time, and fewer and fewer after them."""
+DONE = object()  # What a probe returns that has seen enough of an event
 PER_TENSOR = 512  # Elements of a tensor that are compared; they are spread evenly over it
 
 
@@ -68,7 +71,6 @@ class Scene(OwnLines):
         """`folder` holds the script; workers may leave files in `scratch`."""
         super().__init__(folder)
         self.scratch = scratch
-        self.torch: Any = None
         self.paused = False
         self.thread = threading.get_ident()
         self.step = 0  # Optimizer steps so far, of all optimizers
@@ -84,7 +86,7 @@ class Scene(OwnLines):
         """Return whether nothing may be observed: in a counterfactual, another thread, a fork or a compiler's trace."""
         if self.paused or threading.get_ident() != self.thread:
             return True
-        return self.torch.compiler.is_compiling()
+        return torch.compiler.is_compiling()
 
     def forked(self) -> None:
         """Observe nothing any more: this process is a child of the script's."""
@@ -171,7 +173,7 @@ class Scene(OwnLines):
 
     def _is_own(self, value: Any) -> bool:
         module = sys.modules.get(type(value).__module__)
-        skip = self.torch.nn.Module | self.torch.optim.Optimizer | self.torch.Tensor
+        skip = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
         own = hasattr(value, "__dict__") and not isinstance(value, type) and not isinstance(value, skip)
         return own and self.owns(getattr(module, "__file__", None) or "")
 
@@ -179,7 +181,7 @@ class Scene(OwnLines):
         """Return the name of the variable that holds a parameter or its module, and the line that assigns it."""
         for frame in self.frames():
             for name, value in self.objects(frame.f_locals.items()):
-                module = isinstance(value, self.torch.nn.Module)
+                module = isinstance(value, torch.nn.Module)
                 if value is parameter or (module and any(p is parameter for p in value.parameters())):
                     return name, assigned(frame.f_code.co_filename, name)
         return "", ("", 0)
@@ -234,13 +236,13 @@ def some(tensor: Any) -> Any:
     return flat[:: max(1, flat.numel() // PER_TENSOR)][:PER_TENSOR]
 
 
-def tensors_in(tree: Any, torch: Any, depth: int = 4) -> Iterator[Any]:
+def tensors_in(tree: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif depth and isinstance(tree, dict | list | tuple):
         for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_in(value, torch, depth - 1)
+            yield from tensors_in(value, depth - 1)
 
 
 @lru_cache(maxsize=256)

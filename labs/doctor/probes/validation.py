@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.data import Data
 from labs.doctor.probes.scene import Scene, around, function_text
@@ -47,11 +49,11 @@ class Validation:
 
     def install(self) -> None:
         """Note which line calls eval(), and what the script sums up over the ranks."""
-        self.scene.listen(self.scene.torch.nn.Module, "eval", self._evaluating)
-        if self.scene.torch.distributed.is_available():
-            self.scene.listen(self.scene.torch.distributed, "all_reduce", after=self._summing)
+        self.scene.listen(torch.nn.Module, "eval", self._evaluating)
+        if torch.distributed.is_available():
+            self.scene.listen(torch.distributed, "all_reduce", after=self._summing)
             for name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
-                self.scene.listen(self.scene.torch.distributed, name, after=self._gathering)
+                self.scene.listen(torch.distributed, name, after=self._gathering)
 
     def _evaluating(self, module: Any) -> None:
         if (place := self.scene.line())[0]:
@@ -104,7 +106,7 @@ class Validation:
         if not module.training and self.watching is None and not _compat.compiled_graphs():
             self.watching = ExitStack()
             for name in DROPOUTS:
-                self.scene.replace(self.scene.torch.nn.functional, name, self._dropout, self.watching)
+                self.scene.replace(torch.nn.functional, name, self._dropout, self.watching)
         self.evaluated = self.evaluated or not module.training
         if active and SAYS_SO.search(self._words(place)) and not ON_PURPOSE.search(function_text(*place)):
             self.by_name[place] = self.by_name.get(place, 0) + 1
@@ -142,7 +144,7 @@ class Validation:
         if type(sampler).__name__ == "DistributedSampler":
             padded = sampler.total_size
         elif code is not None and self.scene.owns(code.co_filename) and len(sampler) < size:
-            padded = len(sampler) * self.scene.torch.distributed.get_world_size()
+            padded = len(sampler) * torch.distributed.get_world_size()
             values, place = values if len(values) > 1 else [], (code.co_filename, code.co_firstlineno)
         else:
             return
