@@ -2,13 +2,12 @@
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 from doctor_profiles import STARVED, STEP_S, WELL, made
 
 from labs.doctor import compare, estimated_gain, report
-from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, TRAINERS, UNPRICED, WRONG
+from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, TRAINERS, UNPRICED, WRONG, Match
 from labs.doctor.findings import FROM_PARTS, INTERLEAVED, find, healthy, memory_growth, unknown
 from labs.doctor.profile import Line, Loader
 
@@ -241,7 +240,7 @@ def test_what_is_switched_on_is_slow_without_a_number():
 
 
 def match(kind):
-    return SimpleNamespace(rule="r", file="/x/t.py", line=3, code="x()", what="w", fix="f", notebook="", kind=kind)
+    return Match("r", "w", "f", "/x/t.py", 3, "x()", {}, wrong=kind == WRONG)
 
 
 def test_what_is_wrong_comes_before_what_is_slow_whatever_it_gains():

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from labs.doctor.bottlenecks import PARTS, TRAINERS
-from labs.doctor.probes.scene import OwnLines, callers, local
+from labs.doctor.probes.scene import OwnLines, callers, local, replacement
 from labs.doctor.profile import KINDS, Line, Loader, Profile
 from labs.doctor.rows import by_batch_ms, whole
 from labs.kit import _compat
@@ -164,24 +164,19 @@ class Hooks:
             self._undo.callback(self.probes.remove)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        replaced = [(torch.autograd, name, self._backward) for name in ("backward", "grad")]
-        replaced += [(torch.Tensor, name, self._waiting) for name in WAITS]
-        replaced += [(torch.Tensor, name, self._copying) for name in COPIES]
-        noted = [
-            (owner, "synchronize", "synchronise") for owner in (torch.cuda, torch.xpu, torch.mps, torch.accelerator)
-        ]
+        calls = [(torch.autograd, name, self._backward) for name in ("backward", "grad")]
+        calls += [(torch, "compile", self._compiling), (DataLoader, "__iter__", self._iterating)]
+        calls += [(_compat.LoaderIterator, "__init__", self._making), (_compat.LoaderIterator, "__next__", self._next)]
+        noted = [(of, "synchronize", "synchronise") for of in (torch.cuda, torch.xpu, torch.mps, torch.accelerator)]
+        noted += [(torch, "save", "save"), (builtins, "print", "print")]
         dist = torch.distributed
         if dist.is_available():
             noted += [(dist, name, "exchange") for name in COLLECTIVES]
-            replaced.append((dist.Work, "wait", self._waiting_for_ranks))
-        noted += [(torch, "save", "save"), (builtins, "print", "print")]
+        replaced = [(owner, name, functools.partial(replacement, by)) for owner, name, by in calls]
         replaced += [(owner, name, functools.partial(self._noted, kind)) for owner, name, kind in noted]
-        replaced.append((torch, "compile", self._compiling))
-        replaced += [(DataLoader, "__iter__", self._iterating)]
-        replaced += [
-            (_compat.LoaderIterator, "__init__", self._making),
-            (_compat.LoaderIterator, "__next__", self._next),
-        ]
+        replaced += [(torch.Tensor, name, self._waiting) for name in WAITS]
+        replaced += [(torch.Tensor, name, self._copying) for name in COPIES]
+        replaced += [(dist.Work, "wait", self._waiting_for_ranks)] if dist.is_available() else []
         for owner, name, by in replaced:
             original = getattr(owner, name)
             own = original if name in vars(owner) else None  # else inherited
@@ -196,13 +191,13 @@ class Hooks:
 
     def put_on(self, *args: Any) -> None:
         """What is replaced is again."""
-        for owner, name, _, replacement in self._patches:
-            setattr(owner, name, replacement)
+        for owner, name, _, ours in self._patches:
+            setattr(owner, name, ours)
 
     def take_off(self, *args: Any) -> None:
         """Until `put_on`."""
-        for owner, name, original, replacement in self._patches:
-            if vars(owner).get(name) is not replacement:
+        for owner, name, original, ours in self._patches:
+            if vars(owner).get(name) is not ours:
                 continue  # the script has put something else there, or it is off
             if original is not None:
                 setattr(owner, name, original)
@@ -211,20 +206,17 @@ class Hooks:
 
     # torch.compile
 
-    def _compiling(self, function: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._dynamo_knows:
-                self._dynamo_knows = True
-                callback = _compat.dynamo_callback
-                _compat.dynamo_trace_rules.add("labs.doctor")  # nothing here is ever traced,
-                self._end_step = torch.compiler.disable(self._end_step)  # nor what is called from here
-                callback.on_compile_start(self._trace_begins)
-                callback.on_compile_end(self.put_on)
-                self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
-                self._undo.callback(callback.callback_handler.remove_end_callback, self.put_on)
-            return function(*args, **kwargs)
-
-        return call
+    def _compiling(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self._dynamo_knows:
+            self._dynamo_knows = True
+            callback = _compat.dynamo_callback
+            _compat.dynamo_trace_rules.add("labs.doctor")  # nothing here is ever traced,
+            self._end_step = torch.compiler.disable(self._end_step)  # nor what is called from here
+            callback.on_compile_start(self._trace_begins)
+            callback.on_compile_end(self.put_on)
+            self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
+            self._undo.callback(callback.callback_handler.remove_end_callback, self.put_on)
+        return original(*args, **kwargs)
 
     def _trace_begins(self, *args: Any) -> None:
         self.take_off()
@@ -312,23 +304,20 @@ class Hooks:
 
         return call
 
-    def _backward(self, function: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._elsewhere():
-                return function(*args, **kwargs)
-            self.anomaly = self.anomaly or torch.is_anomaly_enabled()
-            if function.__name__ != "backward":
-                return self._on_device("backward", function, args, kwargs)
-            self.backwards += 1
-            self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
-            losses = args[0] if args else kwargs.get("tensors")
-            losses = losses if isinstance(losses, list | tuple) else [losses]
-            self._observed("notice", "before_backward", losses)
-            result = self._on_device("backward", function, args, kwargs)
-            self._observed("notice", "after_backward", losses)
-            return result
-
-        return call
+    def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self._elsewhere():
+            return original(*args, **kwargs)
+        self.anomaly = self.anomaly or torch.is_anomaly_enabled()
+        if original.__name__ != "backward":
+            return self._on_device("backward", original, args, kwargs)
+        self.backwards += 1
+        self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
+        losses = args[0] if args else kwargs.get("tensors")
+        losses = losses if isinstance(losses, list | tuple) else [losses]
+        self._observed("notice", "before_backward", losses)
+        result = self._on_device("backward", original, args, kwargs)
+        self._observed("notice", "after_backward", losses)
+        return result
 
     def _observed(self, event: str, *args: Any) -> None:
         """The probes look, outside the script's time."""
@@ -351,49 +340,39 @@ class Hooks:
 
     # Data
 
-    def _iterating(self, function: Callable) -> Callable:
-        def call(loader: Any) -> Any:
-            if self._elsewhere():
-                return function(loader)
-            use = self._use_of(loader)
-            if use.purpose == "training":
-                self.loader_starts += 1
-                self.restarts += bool(loader.num_workers and not loader.persistent_workers)
-            return self._timed(use.kind, function, (loader,), {})
-
-        return call
+    def _iterating(self, original: Callable, loader: Any) -> Any:
+        if self._elsewhere():
+            return original(loader)
+        use = self._use_of(loader)
+        if use.purpose == "training":
+            self.loader_starts += 1
+            self.restarts += bool(loader.num_workers and not loader.persistent_workers)
+        return self._timed(use.kind, original, (loader,), {})
 
     def _use_of(self, loader: Any) -> LoaderUse:
         return self._uses.get(loader) or self._uses.setdefault(loader, LoaderUse(weakref.ref(loader)))
 
-    def _making(self, function: Callable) -> Callable:
+    def _making(self, original: Callable, iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         """Whose batches it gives is noted in torch's own iterator: what a DataLoader returns may be a wrapper of it."""
+        iterator._doctor_use = self._use_of(loader)
+        original(iterator, loader, *args, **kwargs)
 
-        def call(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            iterator._doctor_use = self._use_of(loader)
-            function(iterator, loader, *args, **kwargs)
-
-        return call
-
-    def _next(self, function: Callable) -> Callable:
-        def call(iterator: Any) -> Any:
-            use = getattr(iterator, "_doctor_use", None)
-            if use is None or self._elsewhere():
-                return function(iterator)
-            training = use.purpose == "training"
-            if training and use.batch is not None and self.same_batch:
-                batch = _new_containers(use.batch)
-            else:
-                batch = self._timed(use.kind, function, (iterator,), {})
-                if training:
-                    self.writes_batches = self.writes_batches or self._versions(use.batch) != use.versions
-                    use.batch, use.versions = _new_containers(batch), self._versions(batch)
-            self._fetched.append(use)
-            if self.loader is not None and use.loader() is self.loader:
-                self._in_batches += length(batch)
-            return batch
-
-        return call
+    def _next(self, original: Callable, iterator: Any) -> Any:
+        use = getattr(iterator, "_doctor_use", None)
+        if use is None or self._elsewhere():
+            return original(iterator)
+        training = use.purpose == "training"
+        if training and use.batch is not None and self.same_batch:
+            batch = _new_containers(use.batch)
+        else:
+            batch = self._timed(use.kind, original, (iterator,), {})
+            if training:
+                self.writes_batches = self.writes_batches or self._versions(use.batch) != use.versions
+                use.batch, use.versions = _new_containers(batch), self._versions(batch)
+        self._fetched.append(use)
+        if self.loader is not None and use.loader() is self.loader:
+            self._in_batches += length(batch)
+        return batch
 
     def _versions(self, batch: Any) -> list[int]:
         return [_compat.times_written(t) for t in self._leaves(batch)]

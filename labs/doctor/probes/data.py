@@ -76,18 +76,15 @@ class Data:
         of = {"loader": weakref.ref(loader), "training": 0, "n": 0, "at": self.scene.line(), "last": -1}
         self.loaders[self.current] = of | {"rewound": self.rewound}
 
-    def _next(self, original: Any) -> Any:
-        def following(iterator: Any) -> Any:
-            of = self.loaders.get(self.numbers.get(iterator, 0))
-            if of is not None:
-                of["n"] += 1
-                self.last = self.numbers[iterator]
-                if not self.scene.away():
-                    of["training"] += of["last"] not in (-1, self.scene.step)
-                    of["last"] = self.scene.step
-            return original(iterator)
-
-        return following
+    def _next(self, original: Any, iterator: Any) -> Any:
+        of = self.loaders.get(self.numbers.get(iterator, 0))
+        if of is not None:
+            of["n"] += 1
+            self.last = self.numbers[iterator]
+            if not self.scene.away():
+                of["training"] += of["last"] not in (-1, self.scene.step)
+                of["last"] = self.scene.step
+        return original(iterator)
 
     def current_batch(self) -> int:
         """Return the number of the iterator that gave the last batch; 0 if none did."""
@@ -147,25 +144,22 @@ class Data:
 
     # In a worker
 
-    def _fetching(self, original: Any) -> Any:
-        def fetch(fetcher: Any, index: Any) -> Any:
-            if self.scene.thread != -1:
-                return original(fetcher, index)
-            mine = self.worker
-            if not mine:
-                mine |= {"number": self.current, "pid": os.getpid(), "fetched": 0, "batches": [], "history": []}
-                with suppress(Exception):
-                    mine["before"], mine["sizes"] = _random_states(fetcher.dataset), [_sizes(fetcher.dataset)]
-            batch = original(fetcher, index)
-            mine["fetched"] += 1
+    def _fetching(self, original: Any, fetcher: Any, index: Any) -> Any:
+        if self.scene.thread != -1:
+            return original(fetcher, index)
+        mine = self.worker
+        if not mine:
+            mine |= {"number": self.current, "pid": os.getpid(), "fetched": 0, "batches": [], "history": []}
             with suppress(Exception):
-                if mine["fetched"] <= WRITES[0]:
-                    mine["batches"].append(_digest(batch))
-                if mine["fetched"] in WRITES:
-                    self._leave(fetcher.dataset)
-            return batch
-
-        return fetch
+                mine["before"], mine["sizes"] = _random_states(fetcher.dataset), [_sizes(fetcher.dataset)]
+        batch = original(fetcher, index)
+        mine["fetched"] += 1
+        with suppress(Exception):
+            if mine["fetched"] <= WRITES[0]:
+                mine["batches"].append(_digest(batch))
+            if mine["fetched"] in WRITES:
+                self._leave(fetcher.dataset)
+        return batch
 
     def _leave(self, dataset: Any) -> None:
         mine = self.worker

@@ -61,8 +61,6 @@ SERIOUS = {
     "that is not a leaf Tensor is being accessed": "Its .grad is always None: call retain_grad(), or read a leaf",
 }
 """Parts of warnings that mean that training is wrong, and the fix."""
-QUIET = ("pin_memory", "num_workers", "lr_scheduler.step", "deprecat", "FutureWarning", "beta")
-"""Parts of warnings that don't deserve a line of the page."""
 
 
 def pairs(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -149,22 +147,18 @@ class Losses:
         for owner, name in [*owners, (torch, "broadcast_tensors"), (torch, "sub"), (torch, "mul")]:
             self.scene.replace(owner, name, self._checked, self.undo)
 
-    def _checked(self, original: Any) -> Any:
+    def _checked(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         name = original.__name__
+        if not self.scene.away():
+            place = self.scene.line()
+            if name in TWICE and _below(getattr(args[0] if args else None, "grad_fn", None)) == TWICE[name][1]:
+                self.shapes.append(matched("activated-twice", place, activation=TWICE[name][2], loss=name))
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            self._check(tensors, name, kwargs.get("reduction"), place)
+        return original(*args, **kwargs)
+
+    def _check(self, tensors: list[Any], name: str, reduction: str | None, place: tuple[str, int]) -> None:
         loss = name in LOSSES or name == "broadcast_tensors"
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.scene.away():
-                place = self.scene.line(sys._getframe(1))
-                if name in TWICE and _below(getattr(args[0] if args else None, "grad_fn", None)) == TWICE[name][1]:
-                    self.shapes.append(matched("activated-twice", place, activation=TWICE[name][2], loss=name))
-                tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-                self._check(tensors, loss, name, kwargs.get("reduction"), place)
-            return original(*args, **kwargs)
-
-        return call
-
-    def _check(self, tensors: list[Any], loss: bool, name: str, reduction: str | None, place: tuple[str, int]) -> None:
         for other in tensors[1:]:
             a, b = (tuple(t.shape) for t in (tensors[0], other))
             one = tensors[0].requires_grad != other.requires_grad
@@ -271,38 +265,23 @@ def _shape(node: Any) -> tuple[int, ...] | None:
 
 
 class Warnings:
-    """Keep what PyTorch warns of, with the script's line; Python goes on showing it."""
+    """Keep what PyTorch warns of that is serious, with the script's line; Python goes on showing it."""
 
     def __init__(self, scene: Scene, losses: Losses) -> None:
         self.scene, self.losses = scene, losses
-        self.seen: dict[tuple[str, int, str], str] = {}
+        self.seen: dict[tuple[str, int], Match] = {}
 
     def install(self) -> None:
         """Take part in how warnings are shown."""
         self.scene.listen(warnings, "showwarning", self._showing)
 
     def _showing(self, warning: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
-        message, frame = str(warning), sys._getframe(3)  # below are `listen` and `guarded`
-        if len(self.seen) == 50 or ("Triggered internally" not in message and not self._by_torch(filename, frame)):
-            return
-        text = " ".join(message.partition("(Triggered internally")[0].split())
-        place = self.scene.line(frame)
-        if not self.losses.warned(text, place):
-            self.seen.setdefault((*place, text[:80]), text)
-
-    def _by_torch(self, filename: str, frame: Any) -> bool:
-        while frame is not None and frame.f_code.co_filename == warnings.__file__:
-            frame = frame.f_back
-        files = (filename, frame.f_code.co_filename if frame is not None else "")
-        return any("/torch/" in f.replace("\\", "/") for f in files)
+        text = " ".join(str(warning).partition("(Triggered internally")[0].split())
+        place = self.scene.line(sys._getframe(4))  # below are `guarded`, `listen` and `replacement`
+        fix = next((fix for part, fix in SERIOUS.items() if part in text), "")
+        if not self.losses.warned(text, place) and fix:
+            self.seen[place] = matched("torch-warned", place, text=text[:300].rstrip("."), fix=fix)
 
     def findings(self) -> list[Match]:
-        """Return the serious ones as wrong, others as they were said."""
-        out = []
-        for (file, line, _), text in self.seen.items():
-            fix = next((fix for part, fix in SERIOUS.items() if part in text), "")
-            short = text if len(text) <= 300 else text[:297] + "..."
-            if fix or not any(part in text for part in QUIET):
-                place = file, line
-                out.append(matched("torch-warned", place, wrong=bool(fix), text=short.rstrip("."), fix=fix))
-        return out
+        """Return them."""
+        return list(self.seen.values())

@@ -92,30 +92,25 @@ class Scene(OwnLines):
         """Observe nothing any more: this process is a child of the script's."""
         self.thread = -1
 
-    def replace(
-        self, owner: Any, name: str, make: Callable[[Callable], Callable], undo: ExitStack | None = None
-    ) -> None:
-        """Put `make(original)` in the place of `owner.name` until `undo` is closed, or the probes are removed."""
+    def replace(self, owner: Any, name: str, by: Callable, undo: ExitStack | None = None) -> None:
+        """Have `by(original, *args)` called in the place of `owner.name` until `undo` is closed or the probes removed."""
         original, undo = getattr(owner, name), undo or self.undo
         inherited = name not in vars(owner)
-        setattr(owner, name, wraps(original)(make(original)))
+        setattr(owner, name, replacement(by, original))
         undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, original)
 
     def listen(self, owner: Any, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
         """Have calls of `owner.name` observed: `before(*args)` and `after(result, *args)`, whose errors end nothing."""
 
-        def make(original: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if before is not None and not self.away():
-                    self.guarded(before, *args, **kwargs)
-                result = original(*args, **kwargs)
-                if after is not None and not self.away():
-                    self.guarded(after, result, *args, **kwargs)
-                return result
+        def observed(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            if before is not None and not self.away():
+                self.guarded(before, *args, **kwargs)
+            result = original(*args, **kwargs)
+            if after is not None and not self.away():
+                self.guarded(after, result, *args, **kwargs)
+            return result
 
-            return call
-
-        self.replace(owner, name, make)
+        self.replace(owner, name, observed)
 
     def guarded(self, function: Callable, *args: Any, **kwargs: Any) -> None:
         """Call an observer outside the script's time; the script goes on if it fails."""
@@ -193,6 +188,16 @@ class Scene(OwnLines):
                 if p is parameter:
                     return name.removeprefix("module.")
         return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def replacement(by: Callable, original: Callable) -> Callable:
+    """Return a function like `original` that calls `by(original, *args)`."""
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
+
+    return call
 
 
 def callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:

@@ -41,18 +41,15 @@ class Schedules:
             if "step" in vars(kind):
                 self.scene.replace(kind, "step", self._stepping)
 
-    def _stepping(self, original: Any) -> Any:
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
-            try:
-                return original(scheduler, *args, **kwargs)
-            finally:
-                self.depth -= 1
-                by = sys._getframe(1)
-                if not self.depth and by.f_code.co_name != "_initial_step" and not self.scene.away():
-                    self._note(scheduler, by)
-
-        return step
+    def _stepping(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            self.depth -= 1
+            by = sys._getframe(2)
+            if not self.depth and by.f_code.co_name != "_initial_step" and not self.scene.away():
+                self.scene.guarded(self._note, scheduler, by)
 
     def _note(self, scheduler: Any, by: Any) -> None:
         of = self.seen.get(id(scheduler))

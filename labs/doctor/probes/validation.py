@@ -59,21 +59,16 @@ class Validation:
         if (place := self.scene.line())[0]:
             self.eval_at = place
 
-    def _dropout(self, original: Any) -> Any:
-        names = DROPOUTS[original.__name__].split()
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            owner, place = frame.f_locals.get("self"), (frame.f_code.co_filename, frame.f_lineno)
-            if self.scene.owns(place[0]) and getattr(owner, "training", True) is False and not self.scene.away():
-                given = {"training": True} | dict(zip(names, args, strict=False)) | kwargs
-                if given["training"] and given.get("dropout_p", given.get("p", 0.5 * ("p" in names))):
-                    self.dropping[place] = self.dropping.get(place, 0) + 1
-                    if self.dropping[place] == 1:
-                        self.scene.guarded(self.scene.keep)
-            return original(*args, **kwargs)
-
-        return call
+    def _dropout(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        frame, names = sys._getframe(2), DROPOUTS[original.__name__].split()
+        owner, place = frame.f_locals.get("self"), (frame.f_code.co_filename, frame.f_lineno)
+        if self.scene.owns(place[0]) and getattr(owner, "training", True) is False and not self.scene.away():
+            given = {"training": True} | dict(zip(names, args, strict=False)) | kwargs
+            if given["training"] and given.get("dropout_p", given.get("p", 0.5 * ("p" in names))):
+                self.dropping[place] = self.dropping.get(place, 0) + 1
+                if self.dropping[place] == 1:
+                    self.scene.guarded(self.scene.keep)
+        return original(*args, **kwargs)
 
     def _of(self, module: Any) -> tuple[bool, list[Any]]:
         """Return whether an optimizer trains a module, and its parts that depend on the mode."""
