@@ -44,6 +44,7 @@ gather_object batch_isend_irecv""".split()
 """Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device", "doctor"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
+WITHIN_MODELS = OPAQUE | {"forward", "backward"}
 LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
 SCALER = os.path.join("amp", "grad_scaler.py")
 """Of torch. Its `step` reads from the device whether a gradient is infinite: no script can be without that."""
@@ -295,7 +296,7 @@ class Hooks:
         copied = self._noted("copy", function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = self.spans.stack[-1] in OPAQUE | {"forward", "backward"}
+            inner = self.spans.stack[-1] in WITHIN_MODELS
             if not self.marking or inner or tensor.device.type != "cpu" or self._elsewhere():
                 return copied(tensor, *args, **kwargs)
             began, result = self.mark(), copied(tensor, *args, **kwargs)

@@ -93,7 +93,8 @@ class Effect:
     def before_step(self, optimizer: Any, number: int) -> None:
         """Keep some elements of each parameter."""
         self.before = []
-        if not looks_at(number) or _skips(optimizer):
+        infinite = getattr(optimizer, "found_inf", None)  # a loss scaler has a fused optimizer skip this step
+        if not looks_at(number) or (infinite is not None and bool(local(infinite).item())):
             return
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         if number > 5:
@@ -304,12 +305,6 @@ class Effect:
 
 def _has_gradient(parameter: Any) -> bool:
     return parameter.requires_grad and parameter.grad is not None and bool((some(parameter.grad) != 0).any())
-
-
-def _skips(optimizer: Any) -> bool:
-    """Return whether a loss scaler has told a fused optimizer to skip this step."""
-    infinite = getattr(optimizer, "found_inf", None)
-    return infinite is not None and bool(local(infinite).item())
 
 
 def _in_plain_lists(module: Any) -> list[Any]:

@@ -185,7 +185,8 @@ class Saving:
 
     def findings(self) -> list[Match]:
         """Return both kinds."""
-        scheduled = [s for s in self._schedulers() if id(optimizer_of(s)) in self.scene.optimizers]
+        schedulers = [s for s in (of.ref() for of in self.schedules.seen.values()) if s is not None]
+        scheduled = [s for s in schedulers if id(optimizer_of(s)) in self.scene.optimizers]
         text = self.scene.text() if self.saves or scheduled else ""
         lacking = ((lacks, of["at"]) for of in self.saves.values() if (lacks := self._lacks(of, scheduled, text)))
         lacks, at = next(lacking, (["the learning rate schedule"], None))
@@ -211,9 +212,6 @@ class Saving:
             lacks.append("batch norm's running statistics")
         return lacks
 
-    def _schedulers(self) -> list[Any]:
-        return [s for s in (of.ref() for of in self.schedules.seen.values()) if s is not None]
-
     def _resumes(self, text: str) -> bool:
         """Return whether the script goes on from a step that it has loaded, with an optimizer that has a state."""
         state = any(o.state for o in self.scene.optimizers.values())
@@ -226,11 +224,8 @@ class Saving:
         if re.search(rf"\b({names})(\[\w+\])?\.state_dict\(", text) or WINDS_FORWARD.search(text):
             return None
         saves = [(f, call.lineno) for f, call in self.scene.calls() if ast.unparse(call.func) == "torch.save"]
-        for place in saves:
-            body = function_text(*place)
-            if re.search(r"\bopt\w*\.state_dict\(", body) and "**" not in body:
-                return place
-        return None
+        bodies = ((place, function_text(*place)) for place in saves)
+        return next((at for at, b in bodies if re.search(r"\bopt\w*\.state_dict\(", b) and "**" not in b), None)
 
 
 def _inside(obj: Any) -> Iterator[tuple[Any, Any, int]]:

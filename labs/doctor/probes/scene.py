@@ -93,7 +93,7 @@ class Scene(OwnLines):
         self.thread = -1
 
     def replace(self, owner: Any, name: str, by: Callable, undo: ExitStack | None = None) -> None:
-        """Have `by(original, *args)` called in the place of `owner.name` until `undo` is closed or the probes removed."""
+        """Have `by(original, *args)` called for `owner.name`, until `undo` is closed or the probes are removed."""
         original, undo = getattr(owner, name), undo or self.undo
         inherited = name not in vars(owner)
         setattr(owner, name, replacement(by, original))
