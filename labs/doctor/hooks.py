@@ -23,8 +23,8 @@ import types
 import weakref
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -441,17 +441,6 @@ class Hooks:
         if torch.is_autocast_enabled(kind):
             self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Steps within are no steps of the script: the probes look at none of it."""
-        if self.probes is not None:
-            self.probes.scene.paused = True
-        try:
-            yield
-        finally:
-            if self.probes is not None:
-                self.probes.resumed()
-
     @property
     def samples(self) -> int:
         """Of this step so far: from its batches; without a DataLoader from the model that was given the most."""
@@ -485,10 +474,6 @@ class Hooks:
             forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
             codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
             self.forwards = {code for code in codes if code is not None}
-
-    def in_forward(self, frame: types.FrameType | None) -> bool:
-        """Whether a module's forward is running there: called by name, or of a module that is not a root."""
-        return any(f.f_code in self.forwards for f in callers(frame))
 
     # Steps
 

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from labs.doctor import usage
@@ -211,7 +211,7 @@ class _Interleaved:
         if self.snapshot is None:
             self.found = self.found or of_optimizers()
             self.snapshot = StateSnapshot(self.hooks, self.found)
-        with self.hooks.unobserved():
+        with self.hooks.probes.paused() if self.hooks.probes else nullcontext():
             try:
                 with mode.applied(self.hooks):
                     yield

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from labs.doctor.hooks import Hooks, describe
+from labs.doctor.probes.scene import callers
 from labs.doctor.profile import Line, Profile
 from labs.kit import host
 
@@ -62,7 +63,7 @@ class Usage(threading.Thread):
             return
         if kind == "rest" and not hooks.backwards:
             kind = "loss"  # after a forward, before the first backward
-        elif kind == "prepare" and hooks.in_forward(frame):
+        elif kind == "prepare" and any(f.f_code in hooks.forwards for f in callers(frame)):
             kind = "model"
         self.seen[kind, *hooks.own_line(frame)] += 1
 

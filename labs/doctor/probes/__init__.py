@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -59,10 +60,15 @@ class Probes:
         """Put back all that was replaced."""
         self.scene.undo.close()
 
-    def resumed(self) -> None:
-        """Observe steps again, after a counterfactual's, which are not the script's."""
-        self.scene.paused = False
-        self.notice("resumed")
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Observe nothing: steps of a counterfactual are not the script's."""
+        self.scene.paused = True
+        try:
+            yield
+        finally:
+            self.scene.paused = False
+            self.notice("resumed")
 
     def notice(self, event: str, *args: Any) -> None:
         """Have all probes observe an event in the script's thread."""

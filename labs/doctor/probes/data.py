@@ -45,7 +45,7 @@ class Data:
         self.loaders: dict[int, dict[str, Any]] = {}
         """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self.current = self.last = self.rewound = 0
+        self.current = self.last = self.rewound = 0  # Iterators so far; which of them gave the last batch
         self.latest: Any = None  # The loader iterated last, alive until what it delivered has been counted
         self.epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         """Of each DistributedSampler that shuffles: epoch and step when a pass over it began."""
@@ -85,10 +85,6 @@ class Data:
                 of["training"] += of["last"] not in (-1, self.scene.step)
                 of["last"] = self.scene.step
         return original(iterator)
-
-    def current_batch(self) -> int:
-        """Return the number of the iterator that gave the last batch; 0 if none did."""
-        return self.last
 
     def training(self, loader: Any) -> bool:
         """Return whether steps were taken between batches of a loader."""

@@ -88,7 +88,7 @@ class Validation:
         if not trained:
             return
         active = module.training and any(m.training for m in parts)
-        number, place = self.data.current_batch(), self.scene.line()
+        number, place = self.data.last, self.scene.line()
         of = self.passes.setdefault(number, {"no grad": 0, "grad": 0, "active": 0, "backward": 0, "at": place})
         of["grad" if training else "no grad"] += 1
         of["active"] += active
@@ -130,7 +130,7 @@ class Validation:
             self._look_at_sum(tensor.flatten().tolist() if tensor.numel() <= 16 else [])
 
     def _look_at_sum(self, values: list[float]) -> None:
-        of = self.data.loaders.get(self.data.current_batch())
+        of = self.data.loaders.get(self.data.last)
         loader = of["loader"]() if of else None
         sampler = getattr(loader, "sampler", None)
         if sampler is None or of["training"] or not hasattr(sampler, "__len__") or of["n"] < len(loader):
@@ -150,7 +150,7 @@ class Validation:
             self.scene.keep()
 
     def _gathering(self, work: Any, to: Any, given: Any, *args: Any, **kwargs: Any) -> None:
-        of = self.data.loaders.get(self.data.current_batch())
+        of = self.data.loaders.get(self.data.last)
         sampler = getattr(of["loader"]() if of else None, "sampler", None)
         if self.padded is not None or type(sampler).__name__ != "DistributedSampler" or not hasattr(given, "__len__"):
             return
@@ -185,7 +185,7 @@ class Validation:
             return
         if of["active"] == calls:
             yield matched("validates-in-train-mode", of["at"], calls=calls)
-        if of["grad"] == calls and loader["n"] > calls - 1 and self.data.current_batch() != number:
+        if of["grad"] == calls and loader["n"] > calls - 1 and self.data.last != number:
             yield matched("graph-in-validation", of["at"], wrong=False, calls=calls)
 
 
