@@ -3,13 +3,13 @@
 import json
 import re
 import xml.etree.ElementTree as ET
-from types import SimpleNamespace
 
 import chromium
 import pytest
 from doctor_profiles import STARVED, STEP_S, made
 
 from labs.doctor import report
+from labs.doctor.bottlenecks import Match
 from labs.doctor.profile import Line
 from labs.kit.errors import BadInput
 
@@ -18,16 +18,7 @@ EVIL = 'print(f"<script>alert(1)</script> & {loss!r}") # {{ 7 * 7 }} \u2028 ]]>'
 
 def sick(**more):
     """It waits for data, prints, and has a line of each kind that is hard to write down."""
-    hit = SimpleNamespace(
-        rule="evil",
-        file="/x/train.py",
-        line=3,
-        code=EVIL,
-        what=f"because {EVIL}",
-        notebook="01",
-        kind="at risk",
-        fix=EVIL,
-    )
+    hit = Match("evil", f"because {EVIL}", EVIL, "/x/train.py", 3, EVIL, {}, wrong=False, notebook="01")
     noted = Line("print", "print", "/x/train.py", 3, EVIL, 1.0, 5.0)
     modes = {"same batch again": STEP_S / 2, "no buffer broadcast": STEP_S}
     facts = made(STARVED, modes, lines=[noted], not_tried={"no exchange": "<b>none</b>"}, **more)

@@ -79,34 +79,23 @@ def make(profiles: list[Profile], matches: Sequence[Match] = ()) -> Report:
 
 def headline(report: Report) -> str:
     """The first line: the largest problem and where it is, or that there is none."""
-    first = next(iter(report.problems), None)
-    if first is None or first.kind != WRONG:
-        if not report.seen:
-            return _nothing_seen(report)
-        if misled := next((f for f in report.seen if group_of(f)[1] != f.ranks), None):
-            return (
-                f"No verdict: torch.distributed joins {group_of(misled)[1]} ranks, and the doctor was started on "
-                f"{misled.ranks}. Start it with all of them: torchrun (-m labs.doctor {report.script}), srun or mpirun."
-            )
+    first, texts = next(iter(report.problems), None), TEXTS["headline"]
+    if not report.seen and (first is None or first.kind != WRONG):
+        steps = max((f.steps for f in report.profiles), default=-1)
+        how = "; ".join(dict.fromkeys(map(end_of, report.profiles)))
+        name = "nothing" if steps < 0 else "few_steps" if steps else "no_step"
+        return texts[name].format(script=report.script, how=how)
+    misled = next((f for f in report.seen if group_of(f)[1] != f.ranks), None)
+    if misled is not None and (first is None or first.kind != WRONG):
+        return texts["other_ranks"].format(joined=group_of(misled)[1], ranks=misled.ranks, script=report.script)
     if first is None:
         tried = any(len(f.interleaved_s) > 1 for f in report.seen)
-        little = "" if tried else " No fix was tried, so that this says little about speed."
-        options = [f.name for f in report.findings if f.kind == OPTION]
-        more = f" Small gains and choices, see --all: {', '.join(options)}." if options else ""
-        return f"{report.script}: no wrong result and no bottleneck was found in these steps.{little}{more}"
+        options = ", ".join(f.name for f in report.findings if f.kind == OPTION)
+        more = texts["options"].format(options=options) if options else ""
+        return texts["fine"].format(script=report.script) + ("" if tried else texts["not_tried"]) + more
     place = f" ({first.line})" if first.where else ""
     price = f". Estimated gain {first.gain}" if first.gain else ""
     return f"{first.kind.upper()}: {first.what}{place}{price}."
-
-
-def _nothing_seen(report: Report) -> str:
-    if not report.profiles:
-        return "No rank has left anything: the script's process ended before Python could begin."
-    steps = max(f.steps for f in report.profiles)
-    how = "; ".join(dict.fromkeys(map(end_of, report.profiles)))
-    if not steps:
-        return f"{report.script}: no step of an optimizer was seen: {how}."
-    return f"{report.script}: {how}, and the first steps only warm up: let it train for 50 steps or more."
 
 
 def end_of(profile: Profile) -> str:
