@@ -27,6 +27,8 @@ EXCHANGES = (
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
 OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
 """Words in a script that exchanges in ways of its own."""
+KNOWN = "rank group digests shapes outer outside grad_at bypass through_ddp forward_at backward_at exchange_at".split()
+"""What a rank leaves of its state for `compare`."""
 BIG = 0.25  # Of all weights: who sends as many elements at once sends weights
 
 
@@ -163,22 +165,12 @@ class Replicas:
         grads = sum(p.grad is not None for p in self.scene.parameters())
         text = self.scene.text()
         others = self.large or self.point_to_point or any(word in text for word in OTHERS)
-        row = {
-            "rank": self.rank,
-            "group": self.group,
+        row = {name: getattr(self, name) for name in KNOWN} | {
             "ddp": bool(wrapped),
-            "digests": self.digests,
-            "shapes": self.shapes,
-            "outer": self.outer,
-            "outside": self.outside,
-            "grad at": self.grad_at,
-            "large": others,
+            "others": others,
             "shared": self.data.shared_out(),
-            "bypass": self.bypass,
-            "through": self.through_ddp,
-            "places": [self.forward_at, self.backward_at, self.exchange_at],
             "unsynced": bool(wrapped) and self.backwards > 0 and not self.synced,
-            "by hand": self.fsdp or self.weights or "local" in hooks or (others and not wrapped),
+            "by_hand": self.fsdp or self.weights or "local" in hooks or (others and not wrapped),
             "averages": any(word in text for word in ("all_reduce", "averag")),
             "cooperate": self.any or "DistributedSampler" in text,
             "reduced": len(self.reduced) / grads if grads else 0.0,
@@ -192,7 +184,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
     rows = [row for row in rows if row["rank"] in rows[0]["group"]] if rows else []
     if len(rows) < 2 or any(row["shapes"] != rows[0]["shapes"] or row["ddp"] != rows[0]["ddp"] for row in rows):
         return []
-    if any(row["by hand"] for row in rows):
+    if any(row["by_hand"] for row in rows):
         return []
     apart = {number: _apart([row["digests"].get(number) for row in rows]) for number in rows[0]["digests"]}
     later = [n for n in apart if n != "0" and apart[n] and apart[n][0]]
@@ -207,7 +199,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
 
 def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any]]:
     """Return why the models of ranks differ, by its name in texts.toml, and the line; "" if they may on purpose."""
-    forward_at, backward_at, exchange_at = row["places"]
+    forward_at, backward_at, exchange_at = (row[f"{what}_at"] for what in ("forward", "backward", "exchange"))
     if not row["ddp"] and row["reduced"] >= 0.9:
         return "averaged-from-different-weights" if start_differs else "averaged-late", exchange_at
     if not row["ddp"]:
@@ -215,25 +207,25 @@ def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any
         return "" if meant else "not-wrapped", forward_at
     if row["bypass"]:
         return "bypassed", row["bypass"]
-    if row["grad at"][0]:
-        return "autograd-grad", row["grad at"]
+    if row["grad_at"][0]:
+        return "autograd-grad", row["grad_at"]
     if row["unsynced"]:
         return "" if row["averages"] else "never-synchronised", backward_at
     if start_differs:
         return "other-weights", forward_at
-    return "wrapped", forward_at if row["through"] else backward_at
+    return "wrapped", forward_at if row["through_ddp"] else backward_at
 
 
 def _outside(rows: list[dict[str, Any]]) -> list[Match]:
     """Return a finding if what is trained outside DDP is the same on all ranks at first, and not later."""
     first, steps = rows[0], list(rows[0]["outer"])
-    if not first["ddp"] or len(steps) < 2 or any(row["large"] or list(row["outer"]) != steps for row in rows):
+    if not first["ddp"] or len(steps) < 2 or any(row["others"] or list(row["outer"]) != steps for row in rows):
         return []
     apart = [_apart([row["outer"][n] for row in rows]) for n in steps]
     if not apart[0] or (apart[0][0] and not first["shared"]) or not apart[-1] or not apart[-1][0]:
         return []
     name, place = first["outside"]
-    where = tuple(place) if place[0] else tuple(first["places"][0])
+    where = tuple(place) if place[0] else tuple(first["forward_at"])
     return [matched("outside-ddp", where, name=name or "what", different=apart[-1][0], step=steps[-1])]
 
 
