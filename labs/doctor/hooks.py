@@ -81,14 +81,18 @@ class Spans:
 
     def enter(self, kind: str) -> None:
         """From here on time is of this kind."""
-        self.cut()
+        now = time.perf_counter()  # as in `cut`, without a call: it's done some 20 times in each step
+        self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
         self.stack.append(kind)
 
     def leave(self) -> None:
         """Back to what was before."""
-        self.cut()
-        if len(self.stack) > 1:
-            self.stack.pop()
+        now, stack = time.perf_counter(), self.stack
+        self.seconds[stack[-1]] += now - self.since
+        self.since = now
+        if len(stack) > 1:
+            stack.pop()
 
 
 @dataclass(eq=False)

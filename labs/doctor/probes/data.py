@@ -74,13 +74,14 @@ class Data:
         self.current, self.latest = self.current + 1, loader
         self.numbers[iterator] = self.current
         of = {"loader": weakref.ref(loader), "training": 0, "n": 0, "at": self.scene.line(), "last": -1}
-        self.loaders[self.current] = of | {"rewound": self.rewound}
+        of |= {"rewound": self.rewound, "number": self.current}
+        self.loaders[self.current] = iterator._doctor_pass = of
 
     def _next(self, original: Any, iterator: Any) -> Any:
-        of = self.loaders.get(self.numbers.get(iterator, 0))
+        of = getattr(iterator, "_doctor_pass", None)
         if of is not None:
             of["n"] += 1
-            self.last = self.numbers[iterator]
+            self.last = of["number"]
             if not self.scene.away():
                 of["training"] += of["last"] not in (-1, self.scene.step)
                 of["last"] = self.scene.step

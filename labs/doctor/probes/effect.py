@@ -83,6 +83,8 @@ class Effect:
     def after_backward(self, losses: list[Any]) -> None:
         """See whether there are gradients that a misplaced zero_grad() would remove."""
         self.passes += 1
+        if not any(looks_at(number + 1) for number in self.scene.steps_of.values()):
+            return
         for key, optimizer in list(self.scene.optimizers.items()):
             held = []
             if looks_at(self.scene.steps_of[key] + 1):
