@@ -133,12 +133,13 @@ class Losses:
     # Shapes
 
     def _squared(self, child: Any, of: Any) -> bool:
-        """Return whether an operation makes n x n values of the n that the model gave."""
+        """Return whether an operation makes n x n values of n that the model gave, or pairs each row with each row."""
         inner, outer = _shape(child), _shape(of)
         if inner is None or outer is None or child.name() in ("UnsqueezeBackward0", "torch::autograd::AccumulateGrad"):
             return False
         few, many = math.prod(inner), math.prod(outer)
-        return few > 1 and (many == few**2 or many**2 == few**3)
+        rows = len(inner) > 1 and inner[0] > 1 and outer == (inner[0], *inner)
+        return few > 1 and (rows or many == few**2 or many**2 == few**3)
 
     def _watch(self) -> None:
         self.undo = ExitStack()

@@ -27,7 +27,10 @@ EXCHANGES = (
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
 OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
 """Words in a script that exchanges in ways of its own."""
-KNOWN = "rank group digests shapes outer outside grad_at bypass through_ddp forward_at backward_at exchange_at".split()
+KNOWN = (
+    "rank group digests shapes outer outside grad_at bypass through_ddp forward_at backward_at exchange_at unsynced_at "
+    "made_at"
+).split()
 """What a rank leaves of its state for `compare`."""
 BIG = 0.25  # Of all weights: who sends as many elements at once sends weights
 
@@ -42,7 +45,9 @@ class Replicas:
         self.outer: dict[str, list[list[float]]] = {}  # Of each parameter that is trained outside of them
         self.shapes: list[list[int]] = []
         self.bypass: tuple[str, int] | None = None
-        self.forward_at = self.backward_at = self.exchange_at = ("", 0)
+        self.forward_at = self.backward_at = self.exchange_at = self.made_at = ("", 0)
+        self.last_at = self.unsynced_at = ("", 0)
+        """The last backward pass so far, and of a step, if it ran in no_sync()."""
         self.backwards = self.synced = self.through_ddp = 0
         self.large = self.weights = self.point_to_point = self.any = False
         self.reduced: set[int] = set()
@@ -111,7 +116,9 @@ class Replicas:
             return DONE
         wrapped = self.wrapped()
         self.backwards += 1
-        self.synced += any(m.require_backward_grad_sync for m in wrapped)
+        synced = any(m.require_backward_grad_sync for m in wrapped)
+        self.synced += synced
+        self.last_at = ("", 0) if synced or not wrapped else self.scene.line()
         if not self.backward_at[0]:
             self.backward_at = self.scene.line()
         return None
@@ -120,9 +127,11 @@ class Replicas:
         """Take the sums."""
         if self.scene.step > AT[-1]:
             return DONE
+        self.unsynced_at = self.last_at
         if self.scene.step not in AT or not self._several():
             return None
         inside, outside = self._compared()
+        self.made_at = self.scene.maker_of(inside[0])[1] if inside and not self.made_at[0] else self.made_at
         for parameters, digests in ((inside, self.digests), (outside, self.outer)):
             with torch.no_grad():
                 parts = [some(p).double() for p in parameters]
@@ -201,7 +210,9 @@ def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any
     """Return why the models of ranks differ, by its name in texts.toml, and the line; "" if they may on purpose."""
     forward_at, backward_at, exchange_at = (row[f"{what}_at"] for what in ("forward", "backward", "exchange"))
     if not row["ddp"] and row["reduced"] >= 0.9:
-        return "averaged-from-different-weights" if start_differs else "averaged-late", exchange_at
+        made_at = row["made_at"]
+        started = "averaged-from-different-weights", made_at if made_at[0] else exchange_at
+        return started if start_differs else ("averaged-late", exchange_at)
     if not row["ddp"]:
         meant = row["reduced"] or not (row["cooperate"] and (row["shared"] or not start_differs))
         return "" if meant else "not-wrapped", forward_at
@@ -211,6 +222,8 @@ def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any
         return "autograd-grad", row["grad_at"]
     if row["unsynced"]:
         return "" if row["averages"] else "never-synchronised", backward_at
+    if row["unsynced_at"][0]:
+        return "last-not-synchronised", row["unsynced_at"]
     if start_differs:
         return "other-weights", forward_at
     return "wrapped", forward_at if row["through_ddp"] else backward_at
