@@ -1,4 +1,4 @@
-"""Learning rate schedules that are stepped more than once per step of their optimizer."""
+"""Learning rate schedules that are stepped more than once per step of their optimizer, or far too soon for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from labs.doctor.probes.scene import Scene, planned
 FEWEST = 3
 MOSTLY = 0.8  # Of the optimizer's steps that were seen
 SHORT = 0.9  # Of the planned calls: a schedule that is shorter ends before the training does
+FADED, EARLY = 1e-4, 0.25
+"""A rate below this share of the highest one changes little; it should be so in the last calls, not in the first."""
+RETURNING = ("CosineAnnealingWarmRestarts", "CyclicLR")
 
 
 class Schedule:
@@ -26,6 +29,8 @@ class Schedule:
         self.interleaved = self.by_library = self.looked = False
         self.planned: float | None = None
         self.length: float | None = None
+        self.called, self.highest = 0, 0.0
+        self.faded: Match | None = None
 
 
 class Schedules:
@@ -55,6 +60,13 @@ class Schedules:
         of = self.seen.get(id(scheduler))
         if of is None or of.ref() is not scheduler:
             of = self.seen[id(scheduler)] = Schedule(scheduler)
+        of.called += 1
+        rate = optimizer_of(scheduler).param_groups[0]["lr"]
+        if isinstance(rate, float) and of.kind not in RETURNING and of.faded is None:
+            of.highest = max(of.highest, rate)
+            if rate < FADED * of.highest and of.called < EARLY * (planned(list(self.scene.frames(by))) or 0):
+                words = {"highest": of.highest, "rate": rate, "calls": of.called}
+                of.faded = matched("schedule-fades", self.scene.line(by), **words)
         if len(of.calls) < 100:
             of.calls.append((self.scene.line(by), self.backwards))
         if len(of.calls) == 2 and of.windows >= 1 and not of.looked:
@@ -91,6 +103,8 @@ class Schedules:
         return [row for of in self.seen.values() if (row := self._judge(of)) is not None]
 
     def _judge(self, of: Schedule) -> Match | None:
+        if of.faded is not None:
+            return of.faded
         if of.repeated < FEWEST or of.repeated < MOSTLY * (of.windows - 1) or of.by_library:
             return None
         known = of.planned is not None and of.length is not None
