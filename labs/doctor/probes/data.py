@@ -55,16 +55,17 @@ class Data:
         self.looks: list[tuple[int, dict[int, float]]] = []
         self.looked, self.rarer = 0.0, 1
         self.worker: dict[str, Any] = {}
-        self.samplers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Lines that make DistributedSamplers
+        self.made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Lines that make loaders and shares of data
 
     def install(self) -> None:
         """Before any loader starts its workers: they inherit what is replaced here."""
-        from torch.utils.data import DistributedSampler
+        from torch.utils.data import DataLoader, DistributedSampler
 
         self.scene.listen(_compat.LoaderIterator, "__init__", self._making)
         self.scene.replace(_compat.LoaderIterator, "__next__", self._next)
         self.scene.listen(DistributedSampler, "__iter__", self._sampling)
-        self.scene.listen(DistributedSampler, "__init__", after=self._sharing)
+        for kind in (DataLoader, DistributedSampler):
+            self.scene.listen(kind, "__init__", after=self._note_line)
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             self.scene.replace(getattr(_compat.fetchers, name), "fetch", self._fetching)
 
@@ -98,8 +99,8 @@ class Data:
     def _training_samplers(self) -> list[Any]:
         return [getattr(of["loader"](), "sampler", None) for of in self.loaders.values() if of["training"]]
 
-    def _sharing(self, _: Any, sampler: Any, *args: Any, **kwargs: Any) -> None:
-        self.samplers[sampler] = self.scene.line()
+    def _note_line(self, _: Any, made: Any, *args: Any, **kwargs: Any) -> None:
+        self.made[made] = self.scene.line()
 
     def _sampling(self, sampler: Any) -> None:
         if sampler.shuffle:
@@ -182,8 +183,10 @@ class Data:
             digests = [digest for _, digest in self.inputs]
             drawn = any(of["training"] for of in self.loaders.values()) or self._draws_rows()
             of = next((of for of in self.loaders.values() if of["training"]), {"at": self.input_at})
-            dataset = getattr(of["loader"]() if "loader" in of else None, "dataset", None)
-            row = {"kind": self.parallel, "digests": digests, "place": of["at"], "sampler": self._share()}
+            loader = of["loader"]() if "loader" in of else None
+            dataset, place = getattr(loader, "dataset", None), self.made.get(loader, ("", 0)) if loader else ("", 0)
+            place = place if place[0] else of["at"]
+            row = {"kind": self.parallel, "digests": digests, "place": place, "sampler": self._share()}
             if (place := self._stream(dataset)) is not None:
                 row |= {"place": place, "stream": type(dataset).__name__}
             out += [{"probe": "_inputs", **row}] if drawn else []  # else made-up data, as of a benchmark
@@ -199,8 +202,8 @@ class Data:
 
     def _share(self) -> list[Any] | None:
         """Return rank and line of the sampler that shares the training's data out."""
-        samplers = [s for s in self._training_samplers() if s in self.samplers]
-        return [samplers[0].rank, list(self.samplers[samplers[0]])] if samplers else None
+        samplers = [s for s in self._training_samplers() if s in self.made]
+        return [samplers[0].rank, list(self.made[samplers[0]])] if samplers else None
 
     def _draws_rows(self) -> bool:
         """Return whether the script picks its batches out of its data at random."""
