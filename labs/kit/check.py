@@ -16,6 +16,7 @@ import importlib
 import inspect
 import linecache
 import math
+import numbers
 import os
 import re
 import signal
@@ -80,9 +81,11 @@ class Prediction(float):
         value = float(getattr(measured, "value", measured))
         low, high = (float(getattr(measured, end, value)) for end in ("low", "high"))
         room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
-        said = "You didn't guess" if math.isnan(self) else f"You said {float(self):g}{quantity(0, self.unit)[1:]}"
+        said = "You didn't guess" if math.isnan(self) else f"You said {_with_unit(f'{float(self):g}', self.unit)}"
         interval = f" ({quantity(low)} to {quantity(high)})" if low < high else ""
-        print(f"{said}; {kind} {quantity(value, self.unit)}{interval}.")
+        counted = isinstance(measured, numbers.Integral)
+        answer = _with_unit(f"{measured:,}", self.unit) if counted else quantity(value, self.unit)
+        print(f"{said}; {kind} {answer}{interval}.")
 
     def mark(self, ax: Any, row: float | None = None) -> None:
         """Draw the guess on the x axis of `ax`: a dashed line across it, or across one `row` of horizontal bars."""
@@ -106,7 +109,11 @@ def quantity(value: float, unit: str = "") -> str:
     size = abs(value)
     text = f"{value:,.0f}" if size >= 100 or not size else f"{value:.{1 if size >= 10 else 2}f}"
     text = f"{value:.2g}" if 0 < size < 0.1 else text
-    return f"{text}{unit}" if unit in ("x", "%", "") else f"{text} {unit}"
+    return _with_unit(text, unit)
+
+
+def _with_unit(number: str, unit: str) -> str:
+    return f"{number}{unit}" if unit in ("x", "%", "") else f"{number} {unit}"
 
 
 def _distance(guess: float, value: float, unit: str) -> str:
