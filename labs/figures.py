@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from labs import data_parallel
+from labs.claims.registry import model_of
 from labs.common.sources import published
 from labs.kit import plot
 from labs.kit.claim_records import launches
-from labs.kit.claim_registry import model_of
 from labs.kit.record import Records, load
 
 

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from labs.kit.monitor import Monitor, Series, Trace
 
 
-def say(text: str, folded: str = "") -> None:
-    """Show `text` (Markdown, one paragraph or a list) under the cell; with `folded`, fold it under that line."""
-    from IPython.display import Markdown, display
-
-    markup = f"<details><summary>{html.escape(folded)}</summary>\n\n{text}\n\n</details>"
-    display(Markdown(markup if folded else text))
-
-
 REFRESH_S = 0.5
 
 
