@@ -115,6 +115,9 @@ class FakeNvml:
     def nvmlDeviceGetTemperature(self, h, sensor):
         return 30
 
+    def nvmlDeviceGetUtilizationRates(self, h):
+        return SimpleNamespace(gpu=7, memory=0)
+
     def nvmlDeviceGetMigMode(self, h):
         return h.mig
 
