@@ -164,8 +164,12 @@ def strip_svg(trace: Trace) -> str:
             f'<path d="{_area(trace.t_s, series.values, span)}" fill="{color}"/>'
             f'<text x="-8" y="18" text-anchor="end">{label}</text><text x="{ROOM + 26}" y="18">{note}</text></g>'
         )
-    for at, text in ((LEFT, "0 s"), (LEFT + ROOM, f"{span:.1f} s"), (width - RIGHT // 2, "mean, peak")):
-        parts.append(f'<text x="{at}" y="{height - 6}" text-anchor="middle" fill="#555">{text}</text>')
+    for at, anchor, text in (
+        (LEFT, "start", "0 s"),
+        (LEFT + ROOM, "end", f"{span:.1f} s"),
+        (LEFT + ROOM + 26, "start", "mean, peak"),
+    ):
+        parts.append(f'<text x="{at}" y="{height - 6}" text-anchor="{anchor}" fill="#555">{text}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="14" fill="#222" style="max-width:100%;height:auto">'
