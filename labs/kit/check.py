@@ -57,22 +57,6 @@ class Prediction(float):
     def __reduce__(self) -> tuple[Any, ...]:
         return Prediction, (float(self), self.what, self.unit)
 
-    def against(self, measured: Any, kind: str = "measured") -> str:
-        """Return one sentence comparing the prediction with a number or an Estimate (value, low, high) of this `kind`.
-
-        With COURSE_ROOM set, saves both there.
-        """
-        value = float(getattr(measured, "value", measured))
-        low, high = getattr(measured, "low", value), getattr(measured, "high", value)
-        room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
-        if math.isnan(self):
-            return f"You made no prediction of the {self.what}."
-        said = f"You predicted {float(self):g} {self.unit}".rstrip()
-        if low <= self <= high:
-            return f"{said}; that is {'exactly' if low == high else 'within'} what was {kind}."
-        direction = "above" if self > value else "below"
-        return f"{said}; that is {_distance(float(self), value, self.unit)}{direction} what was {kind}."
-
     def reveal(self, measured: Any, kind: str = "measured") -> None:
         """Print the guess and a number or Estimate of this `kind`: "You said 2x; measured 1.06x (1.01 to 1.10)."
 
@@ -114,18 +98,6 @@ def quantity(value: float, unit: str = "") -> str:
 
 def _with_unit(number: str, unit: str) -> str:
     return f"{number}{unit}" if unit in ("x", "%", "") else f"{number} {unit}"
-
-
-def _distance(guess: float, value: float, unit: str) -> str:
-    """Return "12 points " between percentages, "30 % " between near numbers, "a factor of 20 " between distant ones."""
-    if unit in ("%", "points") or value == 0 or guess / value <= 0:
-        apart = abs(guess - value)
-        return f"{apart:.{0 if apart >= 10 else 1}f} {'points' if unit == '%' else unit} ".replace("  ", " ")
-    ratio = guess / value
-    if 1 / 3 < ratio < 3:
-        return f"{abs(ratio - 1):.0%} "
-    factor = max(ratio, 1 / ratio)
-    return f"a factor of {factor:.{0 if factor >= 10 else 1}f} "
 
 
 def predict(value: float | None, what: str, unit: str = "") -> Prediction:
