@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from labs import data_parallel
+from labs.claims.registry import model_of
 from labs.common.sources import published
 from labs.kit import plot
 from labs.kit.claim_records import launches
-from labs.kit.claim_registry import model_of
 from labs.kit.record import Records, load
 
 
@@ -26,16 +26,16 @@ def speedup_png(records: Records) -> bytes:
     names = [*(f"{model}, 2 CPU cores" for model in runs), "ResNet-50, 2 x V100"]
     found = [*(data_parallel.speedup(run).value for run in runs.values()), 2 * one.value / two.value]
     message = f"Two devices train between {min(found):.1f}x and {max(found):.1f}x as fast as one"
-    fig, ax = plot.figure(message, xlabel="speedup over one device", ylabel="model", size=(7.0, 3.0))
-    plot.caption(fig, [*records, one, two])
+    fig, ax = plot.figure(
+        message, xlabel="speedup over one device", ylabel="model", records=[*records, one, two], size=(7.0, 3.0)
+    )
     colors = [plot.BLUE] * len(runs) + [plot.GREEN]
-    bars = ax.barh(names, found, height=0.55, color=colors, gid="kind:recorded")
+    bars = ax.barh(names, found, height=0.55, color=colors)
     ax.bar_label(bars, fmt="%.1fx", label_type="center", color="white", fontweight="bold")
     for row, run in enumerate(runs.values()):
         copies = data_parallel.speedup(run, "copies").value
-        ax.vlines(copies, row - 0.4, row + 0.4, color="black", linewidth=3, gid="kind:recorded")
+        ax.vlines(copies, row - 0.4, row + 0.4, color="black", linewidth=3)
         ax.text(copies + 0.03, row, "copies that never\ncommunicate", va="center", fontsize=9)
-    ax.plot([], [], gid="kind:published")
     ax.set(xlim=(0, 2.6), ylim=(len(names) - 0.5, -0.5))
     return plot.to_png(fig)
 

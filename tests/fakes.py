@@ -17,19 +17,14 @@ class NVMLError(Exception):
 
 def card(uuid: str = "GPU-0000", name: str = "NVIDIA H100 80GB HBM3", **changes) -> SimpleNamespace:
     """A card that answers everything; `changes` override single answers."""
-    bus = f"00000000:{uuid[-2:]}:00.0"
     facts = {
         "uuid": uuid,
         "name": name,
-        "bus": bus,
         "capability": (9, 0),
         "mig": (0, 0),
         "mig_uuids": [],
-        "links": {},
         "processes": [],
         "throttle": 1,
-        "ecc": (1, 1),
-        "persistence": 1,
         "lost": False,
         "mode": 0,
         "mig_gib": 10,
@@ -41,14 +36,14 @@ class FakeNvml:
     """The part of pynvml that the course calls.
 
     `unsupported` names functions that raise NotSupported; `missing` ones are absent, as in an old binding;
-    `init_error` is the code nvmlInit fails with; `ancestors` gives the topology level of a pair.
+    `init_error` is the code nvmlInit fails with.
     """
 
     NVMLError = NVMLError
 
-    def __init__(self, cards=(), *, init_error=None, unsupported=(), missing=(), ancestors=None, p2p=False) -> None:
+    def __init__(self, cards=(), *, init_error=None, unsupported=(), missing=()) -> None:
         self.cards, self.init_error, self.unsupported, self.missing = list(cards), init_error, unsupported, missing
-        self.ancestors, self.p2p, self.open = ancestors or {}, p2p, 0
+        self.open = 0
         self.calls = 0
         """Queries so far."""
 
@@ -90,9 +85,6 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, h):
         return h if isinstance(h, str) else h.uuid  # a MIG handle is its UUID here
 
-    def nvmlDeviceGetPciInfo(self, h):
-        return SimpleNamespace(busId=h.bus.encode())
-
     def nvmlDeviceGetHandleByUUID(self, uuid):
         return uuid
 
@@ -108,17 +100,6 @@ class FakeNvml:
     def nvmlDeviceGetCudaComputeCapability(self, h):
         return h.capability
 
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, h):
-        return 1
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, h):
-        return 5
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, h):
-        return 16
-
-    nvmlDeviceGetMaxPcieLinkWidth = nvmlDeviceGetCurrPcieLinkWidth
-
     def nvmlDeviceGetPowerUsage(self, h):
         return 70_500
 
@@ -126,7 +107,7 @@ class FakeNvml:
         return 700_000
 
     def nvmlDeviceGetClockInfo(self, h, kind):
-        return {1: 345, 2: 2619}[kind]
+        return 345
 
     def nvmlDeviceGetMaxClockInfo(self, h, kind):
         return 1980
@@ -136,12 +117,6 @@ class FakeNvml:
 
     def nvmlDeviceGetUtilizationRates(self, h):
         return SimpleNamespace(gpu=7, memory=0)
-
-    def nvmlDeviceGetEccMode(self, h):
-        return h.ecc
-
-    def nvmlDeviceGetPersistenceMode(self, h):
-        return h.persistence
 
     def nvmlDeviceGetMigMode(self, h):
         return h.mig
@@ -162,23 +137,6 @@ class FakeNvml:
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, h):
         return []
-
-    def nvmlDeviceGetNvLinkState(self, h, link):
-        if not h.links:
-            raise NVMLError(NOT_SUPPORTED)
-        return int(link in h.links)
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, h, link):
-        return SimpleNamespace(busId=h.links[link].encode())
-
-    def nvmlDeviceGetP2PStatus(self, a, b, what):
-        return 0 if self.p2p else 5
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, a, b):
-        pair = frozenset((a.uuid, b.uuid))
-        if pair not in self.ancestors:
-            raise NVMLError(NOT_SUPPORTED)
-        return self.ancestors[pair]
 
 
 def _raise_not_supported(*_):

@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from labs.claims import __main__ as command
-from labs.claims import all_claims
+from labs.claims import all_claims, registry
+from labs.claims.registry import HOW, PAPER, SIGNS, Verdict, claims, how_decided, judge, recorded_verdict, verdict
 from labs.kit import claim_records
-from labs.kit import claim_registry as registry
-from labs.kit.claim_registry import HOW, PAPER, SIGNS, Verdict, claims, how_decided, judge, recorded_verdict, verdict
 from labs.kit.record import Record, Records, load
 
 SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"ranks": 1})])
@@ -52,7 +51,7 @@ def test_every_claim_is_decided_by_the_committed_records():
 @pytest.mark.parametrize("notebook", COMPUTED)
 def test_nothing_counts_as_measured_without_a_record(notebook):
     for claim in claims(notebook):
-        found = judge(claim, (), gpus=0, strict=True)
+        found = judge(claim, (), strict=True)
         untried = found.word.startswith("needs") or found.word == "not tried yet"
         assert claim.verdict or untried or found.kind in ("", "modelled", "published"), claim.id
 
@@ -65,14 +64,14 @@ def test_a_verdict_is_computed_from_records(own_judges):
 
     claim = registry.by_id("e23")
     assert judge(claim, SOME) == Verdict("holds", "0.025 s per step", "measured")
-    assert judge(claim, [], gpus=0).word == "not tried yet"
+    assert judge(claim, []).word == "not tried yet"
 
 
 def test_a_failing_function_never_breaks_a_page_but_breaks_a_test(own_judges):
     verdict("E23")(lambda records: Verdict("holds", str(records.where("peak_bytes")[0])))
-    assert judge(registry.by_id("E23"), SOME, gpus=0).word == "not tried yet"
+    assert judge(registry.by_id("E23"), SOME).word == "not tried yet"
     with pytest.raises(IndexError):
-        judge(registry.by_id("E23"), SOME, gpus=0, strict=True)
+        judge(registry.by_id("E23"), SOME, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_a_failing_function_never_breaks_a_page_but_breaks_a_test(own_judges):
 def test_what_was_recorded_elsewhere_is_not_measured_here(own_judges, kind, found):
     verdict("E23")(lambda records: Verdict("holds", "because"))
     given = [Record("a", "b", "s", (1.0,), kind)] if kind else []
-    assert judge(registry.by_id("E23"), given, gpus=0).kind == found
+    assert judge(registry.by_id("E23"), given).kind == found
 
 
 def test_registration_errors(own_judges):

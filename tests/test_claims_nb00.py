@@ -6,8 +6,8 @@ import importlib.metadata
 
 import pytest
 
+from labs.claims.registry import claims, judge, judge_of
 from labs.kit import hardware
-from labs.kit.claim_registry import claims, judge, judge_of
 from labs.kit.record import Record, Records
 
 
@@ -41,4 +41,4 @@ def test_the_word_follows_what_is_found(claim_id, word, monkeypatch):
     build, requires, records = CASES[claim_id][word]
     monkeypatch.setattr(hardware, "build", lambda: build)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
-    assert judge(MINE[claim_id], Records(records), gpus=2).word == word
+    assert judge(MINE[claim_id], Records(records)).word == word

@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("COURSE_ROOM", str(folder))
     monkeypatch.setenv("COURSE_NAME", NAMES[0])
-    predict(2.0, WHAT, unit="x").against(1.7)
+    predict(2.0, WHAT, unit="x").reveal(1.7)
     for k, name in enumerate(NAMES):
         own = folder / name
         own.mkdir(exist_ok=True)

@@ -1,14 +1,12 @@
-"""show_code and show_diff: the source that runs next, the same everywhere, and noticed by the tests once it changes."""
+"""show_code and show_diff: the source that runs next, the same everywhere."""
 
 import importlib
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 
 from labs.kit import code
-from labs.kit.code import code_shown, diff_shown, refresh, shown_now
+from labs.kit.code import code_shown, diff_shown
 from labs.kit.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
@@ -121,43 +119,3 @@ def test_what_has_no_source_is_one_line(recipes, part, words):
     with pytest.raises(BadInput) as told:
         code_shown(part)
     assert words in str(told.value) and "\n" not in str(told.value)
-
-
-def cells(*sources):
-    return new_notebook(cells=[new_code_cell(s, id=f"c{i}") for i, s in enumerate(sources)])
-
-
-IMPORTS = "import torch\nfrom labs.kit import errors\nfrom labs.kit.code import show_code, show_diff"
-
-
-def test_what_cells_show_is_known_without_running_them(tmp_path):
-    book = cells(
-        IMPORTS,
-        "run = launch('x')",
-        "show_code(errors.require)\nshow_code(errors.BadInput)",
-        "show_diff(errors.require, errors.BadInput)",
-    )
-    assert shown_now(book) == {
-        "c2": [code_shown(code.require), code_shown(BadInput)],
-        "c3": [diff_shown(code.require, BadInput)],
-    }
-    assert shown_now(cells("1 + 1")) == {}
-    path = tmp_path / "a.ipynb"
-    nbformat.write(book, path)
-    assert refresh(path) == ["c2", "c3"] and refresh(path) == []
-    kept = nbformat.read(path, as_version=4).cells[2].outputs
-    assert [o.data for o in kept] == shown_now(book)["c2"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "x = show_code(errors.require)",
-        "show_code(gone)",
-        "run(1)\nshow_code(errors.require)",
-        "show_code('no_such')",
-    ],
-)
-def test_a_cell_that_cannot_be_known_is_named(source):
-    with pytest.raises(ValueError, match="cell c1"):
-        shown_now(cells(IMPORTS, source))

@@ -34,7 +34,7 @@ def test_no_other_file_touches_private_api():
 
 @pytest.mark.parametrize("name", sorted(_compat.PLACES | _compat.ATTRIBUTES))
 def test_this_torch_has_it(name):
-    if name in ("compile_fx", "inductor_config", "GraphLowering"):
+    if name == "inductor_config":
         pytest.skip("takes seconds to import; test_compiled_step uses it")
     if name in ("cuda_arch_flags", "cudnn_version") and not torch.backends.cuda.is_built():
         pytest.skip("a CUDA build has it")
@@ -44,14 +44,14 @@ def test_this_torch_has_it(name):
 def test_functions_work_with_this_torch():
     x, module = torch.ones(2), torch.nn.Linear(2, 2)
     assert _compat.storage_key(x[:1].untyped_storage()) == _compat.storage_key(x.untyped_storage())
-    assert _compat.times_written(x.add_(1)) == 1 and _compat.autocast_is_on(torch.autocast("cpu"))
+    assert _compat.times_written(x.add_(1)) == 1
     _compat.call_through(module, lambda given: "through")
     assert module(x) == "through" and _compat.compiled_call(module)(x) == "through"
     _compat.call_through(module, None)
     assert torch.equal(module(x), _compat.plain_call(module)(x))
     assert len(_compat.tensors_of_scaler(torch.amp.GradScaler("cpu"))) == 0  # unused so far
     batches = iter(DataLoader([1, 2]))
-    assert isinstance(batches, _compat.loaded_loader_iterator()) and _compat.batches_given(batches) == 0
+    assert isinstance(batches, _compat.loaded_loader_iterator())
     _compat.end_workers(batches)
     assert list(_compat.flight_recorders()) and _compat.flight_recorders_in_json()
     _compat.preload_dynamo()
@@ -71,7 +71,5 @@ def test_another_torch_gives_one_clear_error(monkeypatch):
     monkeypatch.delitem(vars(_compat), "graph_task", raising=False)
     with pytest.raises(_compat.PrivateApiChanged, match=r"^torch \S+ has no torch\._C\._current_graph_task_id: "):
         _ = _compat.graph_task
-    with pytest.raises(_compat.PrivateApiChanged, match=r"has no torch\.autocast\._enabled: "):
-        _compat.autocast_is_on(object())
     with pytest.raises(AttributeError):
         _ = _compat.never_there

@@ -25,7 +25,7 @@ BUILD = {
     "arch_list": ["sm_80", "sm_90"],
 }
 CPU_BUILD = BUILD | {"torch": "2.13.0+cpu", "cuda": None, "nccl": None, "arch_list": []}
-ROOMY = Container(8, tuple(range(8)), None, None, 32 * GIB, 8 * GIB, 8 * GIB, 65536, None, 100 * GIB)
+ROOMY = Container(8, tuple(range(8)), None, None, 32 * GIB, 8 * GIB, 8 * GIB, 65536, 100 * GIB)
 
 
 def facts(fake=None, build=BUILD, container=None, environ=None, **changes) -> Facts:

@@ -19,7 +19,6 @@ class FakeNvml(SimpleNamespace):
 
     NVMLError = NVMLError
     NVML_CLOCK_SM, NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 1, 1, 0
-    slow_calls = 0
     open = 0
 
     def nvmlInit(self):
@@ -34,14 +33,6 @@ class FakeNvml(SimpleNamespace):
     nvmlDeviceGetName = staticmethod(lambda h: "H200")
     nvmlDeviceGetUtilizationRates = staticmethod(lambda h: SimpleNamespace(gpu=90 - h, memory=5))
     nvmlDeviceGetMemoryInfo = staticmethod(lambda h: SimpleNamespace(used=3_000_000_000, total=9, free=1))
-    nvmlDeviceGetPowerUsage = staticmethod(lambda h: 412_000)
-    nvmlDeviceGetClockInfo = staticmethod(lambda h, kind: 1980)
-
-    def nvmlDeviceGetPcieThroughput(self, handle, counter):
-        self.slow_calls += 1
-        if handle == 1:
-            raise NVMLError("not supported")
-        return 2000
 
 
 def test_gpu_readings_and_their_units(monkeypatch):
@@ -51,10 +42,8 @@ def test_gpu_readings_and_their_units(monkeypatch):
         sampled(m)
     trace = m.trace
     assert trace.peak("gpu_percent", gpu=0) == 90 and trace.peak("gpu_percent", gpu=1) == 89
-    assert trace.peak("gpu_power_w") == 412 and trace.peak("gpu_sm_clock_mhz") == 1980
     assert trace.peak("gpu_memory_bytes", gpu=1) == 3e9
-    assert trace.peak("gpu_pcie_rx_bytes_per_s", gpu=0) == 2e6  # NVML counts in KB/s
-    assert not trace.find("gpu_pcie_rx_bytes_per_s", gpu=1) and not trace.failures
+    assert not trace.failures
     assert nvml.open == 0
 
 
@@ -75,14 +64,6 @@ def test_energy_is_the_difference_of_a_counter_over_all_gpus(monkeypatch):
     with Monitor(dict, period_s=0.05, nvml=FakeNvml()) as without:  # a card that does not count
         sampled(without)
     assert math.isnan(without.trace.energy_j) and not without.trace.failures
-
-
-def test_slow_readings_are_rare_and_unsupported_ones_are_not_repeated():
-    nvml = FakeNvml()
-    sampler = GpuSampler(nvml)
-    for _ in range(20):
-        list(sampler.sample({}))
-    assert nvml.slow_calls == 4
 
 
 def test_only_visible_gpus_are_sampled_under_cudas_numbers(monkeypatch):

@@ -50,7 +50,7 @@ def test_a_guess_is_shown_beside_the_answer_and_drawn(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "You said 1.6x; measured 1.05x (1.00 to 1.10).",
         "You said 1.6x; published 1.88x.",
-        "You didn't guess; measured 3.00x.",
+        "You didn't guess; measured 3x.",
     ]
     _, ax = plt.subplots()
     guess.mark(ax)

@@ -14,7 +14,6 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from labs.kit.code import shown_now
 from labs.kit.notebook_report import pictures
 
 Rule = Callable[[NotebookNode, Path], list[str]]
@@ -101,18 +100,6 @@ def outputs_are_committed(nb: NotebookNode, path: Path) -> list[str]:
     if None in counts:
         return [f"{counts.count(None)} code cells have not been run"]
     return [] if counts == list(range(1, len(counts) + 1)) else [f"not run once, top to bottom: {counts}"]
-
-
-@rule
-def code_is_shown_as_it_is_now(nb: NotebookNode, path: Path) -> list[str]:
-    """nbval would notice, too, but only when it runs the notebook; the fingerprint leaves comments out."""
-    try:
-        now = shown_now(nb)
-    except ValueError as e:
-        return [str(e)]
-    shown = {c.id: [dict(o.get("data", {})) for o in c.outputs] for c in code_cells(nb) if c.id in now}
-    again = f"`python -m labs.kit.code notebooks/{path.name}` writes it anew"
-    return [f"cell {i} shows code that has changed since: {again}" for i in now if shown[i] != now[i]]
 
 
 @rule

@@ -7,7 +7,6 @@ from labs.common.memory import saved_tensors
 from labs.common.models.large_models import bert
 from labs.common.sources import on_gpus
 from labs.kit import claim_records
-from labs.kit.claim_registry import by_a_recorded_gpu, by_id, judge
 from labs.kit.record import Record, Records
 
 H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+00:00"}
@@ -48,12 +47,6 @@ def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces():
 
 
 # -- claims
-
-
-def test_what_is_decided_stays_where_a_gpu_was_recorded():
-    decided = judge(by_id("C03"), claim_records.kept("01", claim_records.RECORDED), gpus=0)
-    same, none = by_a_recorded_gpu(by_id("C03"), decided)
-    assert same == decided and not none
 
 
 def test_evidence_of_gpus_is_that_of_gpus():

@@ -38,19 +38,19 @@ def test_without_a_room_nothing_is_written_or_printed(tmp_path, monkeypatch, cap
     monkeypatch.setattr(room, "write_atomic", lambda *_: pytest.fail("something was written"))
     threads = threading.active_count()
     assert room.own_folder() is None
-    assert predict(2.0, "speed-up", unit="x").against(1.0) == "You predicted 2 x; that is 100% above what was measured."
+    predict(2.0, "speed-up", unit="x").reveal(1.0)
     check("03.1", TODO)
     room.keep_records(RUN)
     assert room.revealed("03.1")
     out, err = capsys.readouterr()
-    assert err == "" and out.startswith("03.1 to do") and threading.active_count() == threads
+    assert err == "" and "03.1 to do" in out and threading.active_count() == threads
 
 
 def test_a_session_keeps_records_pairs_and_outcomes_and_says_so_once(folder, capsys):
     run = launch("labs_for_tests.empty", 1)
     guess = predict(1.8, "speed-up of DDP", unit="x")
-    guess.against(Estimate(1.5, 1.4, 1.6, 9, "x"))
-    predict(None, "speed-up of DDP", unit="x").against(1.2, "modelled")
+    guess.reveal(Estimate(1.5, 1.4, 1.6, 9, "x"))
+    predict(None, "speed-up of DDP", unit="x").reveal(1.2, "modelled")
     check("03.1", lambda: 1)
     check("03.1", None, solutions=True)  # papermill's run of the references is nobody's outcome
     own = folder / "Ada_L"
@@ -88,7 +88,7 @@ def full(*_):
     "fault, says",
     [
         ("missing", "is the share mounted"),
-        ("relative", "no absolute path"),
+        ("relative", "not an absolute path"),
         ("full", "No space left"),
         ("file in the way", "File exists"),
     ],
@@ -103,7 +103,7 @@ def test_a_room_that_fails_is_one_line_and_no_failed_cell(folder, fault, says, m
     else:
         (folder / "Ada_L").write_text("")
     for _ in range(3):
-        predict(1.0, "something").against(2.0)
+        predict(1.0, "something").reveal(2.0)
         room.keep_records(RUN)
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
@@ -115,7 +115,7 @@ def test_a_room_that_fails_is_one_line_and_no_failed_cell(folder, fault, says, m
 def test_a_read_only_room_is_one_line(folder, capsys):
     folder.chmod(0o555)
     try:
-        predict(1.0, "something").against(2.0)
+        predict(1.0, "something").reveal(2.0)
     finally:
         folder.chmod(0o755)
     assert "Permission denied" in capsys.readouterr().err
@@ -131,17 +131,16 @@ def test_what_a_full_room_refused_follows_when_there_is_space(folder, monkeypatc
 
 
 @pytest.mark.drill
-def test_a_share_that_hangs_costs_a_session_a_second_at_most(folder, monkeypatch, capsys):
+def test_a_share_that_hangs_costs_a_session_half_a_second(folder, monkeypatch, capsys):
     answers = threading.Event()
     monkeypatch.setattr(room, "write_atomic", lambda *a: answers.wait(30) and record.write_atomic(*a))
-    monkeypatch.setattr(room, "SLOW_S", 0.5)
     started, threads = time.monotonic(), threading.active_count()
     for k in range(20):
         predict(float(k), "something")
     waited = time.monotonic() - started
     threads = threading.active_count() - threads
     answers.set()
-    room._session()._flush()
+    room._session().flush()
     assert waited < 3 * room.WAIT_S and threads == 1
     assert [r["predicted"] for r in rows(folder, "predictions")] == [*range(20)], "something was lost"
     assert [x for x in capsys.readouterr().err.splitlines() if "does not answer" in x] != []

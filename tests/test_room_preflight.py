@@ -16,8 +16,8 @@ import processes
 import pytest
 
 from labs.classroom import room_preflight
-from labs.classroom.room_preflight import KernelTrial, Report
-from labs.kit.preflight import Check, Started, Trial, guarded
+from labs.classroom.room_preflight import KernelTrial, Report, Started, Trial, guarded
+from labs.kit.preflight import Check
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "labs.hardware_probe", "--preflight"]

@@ -59,6 +59,13 @@ def test_solution_is_shown_only_when_asked_for():
     assert shown(cell, solved={"03.2"}) == shown(cell)
 
 
+def test_an_attached_image_goes_with_its_slide():
+    image = {"a.png": {"image/png": "iVBORw0KGgo="}}
+    text = "## A\n\n![what it shows](attachment:a.png)\n\n## B\n\nNo image."
+    parts = parts_of([new_markdown_cell(text, attachments=image)], set())
+    assert [list(p.attachments) for p in parts] == [["a.png"], []]
+
+
 def test_long_text_is_cut_between_paragraphs_and_never_inside_code():
     paragraph = "word " * 100
     code = "```\n" + "line\n\n" * 300 + "```"

@@ -18,8 +18,8 @@ def all_claims() -> pd.DataFrame:
     """
     import pandas as pd
 
+    from labs.claims.registry import claims, how_decided, recorded_verdict
     from labs.kit.claim_records import RECORDED, kept, kept_of_gpus
-    from labs.kit.claim_registry import claims, how_decided, recorded_verdict
     from labs.kit.record import Records
 
     rows = {}

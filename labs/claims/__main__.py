@@ -14,8 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from labs.kit.claim_records import kept
-from labs.kit.claim_registry import (
+from labs.claims.registry import (
     Claim,
     Verdict,
     articles,
@@ -26,6 +25,7 @@ from labs.kit.claim_registry import (
     judge_of,
     recorded_verdict,
 )
+from labs.kit.claim_records import kept
 from labs.kit.cli import fail
 from labs.kit.errors import BadInput, did_you_mean, require
 from labs.kit.record import Records, load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from labs.claims.registry import Verdict, verdict
 from labs.kit import hardware
-from labs.kit.claim_registry import Verdict, verdict
 from labs.kit.record import Records
 
 

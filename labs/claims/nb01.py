@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs import batch_size, measure_validation
-from labs.kit.claim_registry import GAIN, Verdict, depends, last, model_of, ratio, verdict, verdict_for, within
+from labs.claims.registry import GAIN, Verdict, depends, last, model_of, ratio, verdict, verdict_for, within
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio
 from labs.kit.record import Records
 

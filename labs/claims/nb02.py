@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labs.kit.claim_registry import Verdict, last, verdict, verdict_for
+from labs.claims.registry import Verdict, last, verdict, verdict_for
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import Records
 

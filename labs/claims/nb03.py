@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs import data_parallel, speedup_map
-from labs.kit.claim_registry import Verdict, depends, in_general, last, model_of, runs, verdict, verdict_for
+from labs.claims.registry import Verdict, depends, in_general, last, model_of, runs, verdict, verdict_for
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 

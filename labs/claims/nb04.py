@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from labs import amp_memory, amp_training, loss_scaling, mixed_precision
+from labs.claims.registry import Verdict, ends, last, verdict, verdict_for, verdict_word
 from labs.common.sources import on_gpus
-from labs.kit.claim_registry import Verdict, ends, last, verdict, verdict_for, verdict_word
 from labs.kit.record import Records
 
 ABOUT_20 = (0.15, 0.25)

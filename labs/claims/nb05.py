@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs import activation_checkpointing, memory_oracle
-from labs.kit.claim_registry import Verdict, last, verdict, verdict_for
+from labs.claims.registry import Verdict, last, verdict, verdict_for
 from labs.kit.record import Records
 
 CLOSE = 0.05  # largest relative error of a trace

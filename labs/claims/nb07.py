@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from labs import comm_overlap, slow_link
-from labs.kit.claim_registry import Verdict, depends, in_general, model_of, runs, verdict, verdict_for
+from labs.claims.registry import Verdict, depends, in_general, model_of, runs, verdict, verdict_for
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
 

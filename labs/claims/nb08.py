@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labs.kit.claim_registry import Verdict, last, verdict
+from labs.claims.registry import Verdict, last, verdict
 from labs.kit.record import Record, Records
 
 

@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from labs.classroom.collect import Question, Room, progress, questions, readiness
-from labs.kit.plot import BLUE, ORANGE, figure, to_png
+from labs.kit.plot import BLUE, ORANGE, figure, legend_below, to_png
 from labs.kit.record import Record
 
 PAGE = Path(__file__).with_name("room_page.html.txt").read_text(encoding="utf-8")
@@ -83,7 +83,6 @@ def _figure(question: Question) -> Figure:
         xlabel=question.what + (f" ({question.unit})" if question.unit not in ("", "1") else ""),
         ylabel="learner",
         size=(7.6, 2.3 + 0.25 * max(len(rows), 3)),
-        legend_below=True,
         records=[source],
     )
     both = [(k, p, r) for k, (_, p, r) in rows if r is not None]
@@ -104,11 +103,11 @@ def _figure(question: Question) -> Figure:
         color=BLUE,
         markersize=8,
         label="result",
-        gid="kind:recorded",
     )
     values = [abs(v) for _, p, r in both for v in (p, r)]
     if values and min(values) > 0 and max(values) > 30 * min(values):
         ax.set_xscale("symlog", linthresh=min(values))
     ax.set_yticks([k for k, _ in rows], [name[:24] for _, (name, _, _) in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
+    legend_below(fig, ax)
     return fig

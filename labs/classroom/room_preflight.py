@@ -26,9 +26,10 @@ import socket
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ from typing import Any, NoReturn
 from labs.kit import cli, fingerprint, preflight, timeouts
 from labs.kit.errors import BadInput
 from labs.kit.host import affinity
-from labs.kit.preflight import MARKS, Check, Started, Trial, guarded, reason, system
+from labs.kit.preflight import MARKS, Check, system
 
 ROOT = Path(__file__).parents[2]
 PROG = "python -m labs.hardware_probe"
@@ -62,6 +63,63 @@ print("prefix", sys.prefix)
 # These change timings. The report contains their names, never their values.
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "LD_PRELOAD", "CUDA_LAUNCH_BLOCKING")
 SETTINGS += ("NVIDIA_TF32_OVERRIDE", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG")
+
+
+Found = Check | list[Check]
+GO_ON = "continue; if a notebook fails, show this line to your instructor"
+DETAIL_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One thing to try, in its own thread."""
+
+    name: str
+    run: Callable[[], Found]
+    limit_s: float = 5.0
+    too_late: Check | None = None
+    """The result if `run` hasn't returned after `limit_s`; default: a warning."""
+
+
+class Started:
+    """A trial running in a thread."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.found, self.until = trial, [], time.monotonic() + trial.limit_s
+        self.thread = threading.Thread(target=self._run, name=trial.name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.found = guarded(self.trial.name, self.trial.run)
+
+    def result(self) -> list[Check]:
+        """Return the checks; at the limit, the trial's `too_late` result, abandoning its thread."""
+        self.thread.join(max(0.0, self.until - time.monotonic()))
+        if not self.thread.is_alive():
+            return self.found
+        late = f"no answer after {self.trial.limit_s:g} s"
+        return [self.trial.too_late or Check(self.trial.name, "warn", late, GO_ON)]
+
+
+def guarded(name: str, run: Callable[[], Found]) -> list[Check]:
+    """Return the checks that `run` returns; if it raises, a warning with the name and the reason."""
+    try:
+        found = run()
+    except Exception as e:
+        return [unknown(name, e)]
+    return found if isinstance(found, list) else [found]
+
+
+def unknown(name: str, error: BaseException) -> Check:
+    """Return a warning that `name` couldn't be checked."""
+    return Check(name, "warn", f"could not be checked: {reason(error)}", GO_ON)
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's type and first line, with the home folder (a user's name) as ~."""
+    first = next(iter(str(error).splitlines()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text.replace(str(Path.home()), "~")[:DETAIL_CHARACTERS]
 
 
 # The course's files and packages

@@ -113,7 +113,7 @@ SETUP = """A: main. B: the same commit with {change}, nothing else. Both run on 
 {clock}
 {order}"""
 BATCH = "Global batch 256 for both. A row holds the time of one step with its 256 samples."
-CLOCK = "We synchronise before both clock readings, take the median of steps 11 to 60, and of it the slowest rank's."
+CLOCK = "We synchronise before both clock readings, and take the slowest rank's median of steps 11 to 60."
 ORDER = "10 rounds of A and B: first A, B, then B, A, and so on."
 LOSS = "After 2,000 steps, the losses of A and B differ by less than those of two seeds."
 
@@ -184,8 +184,8 @@ def _made() -> dict[int, tuple[Report, str, float | None]]:
     a, b = pair(2.3, 1.9)
     loop_a, loop_b = pair(3.1, 1.05)
     rows = {"A (ms)": a, "B (ms)": b, "A, 60 steps (s)": loop_a, "B, 60 steps (s)": loop_b}
-    early = "We read time.perf_counter() before and after each step, take the median of steps 11 to 60, and of it the "
-    early += 'slowest rank\'s. "60 steps" is one clock around the loop, with torch.cuda.synchronize() at both ends.'
+    early = "We read time.perf_counter() before and after each step, and take the slowest rank's median of steps 11 to "
+    early += '60. "60 steps" is one clock around the loop, with torch.cuda.synchronize() at both ends.'
     fused = text("a fused optimizer", clock=early)
     made[5] = Report(fused, rows, end("a step with it", ratio(a, b))), "early clock", ratio(loop_a, loop_b)
 
@@ -194,7 +194,7 @@ def _made() -> dict[int, tuple[Report, str, float | None]]:
     b1 = [round(x * draw.uniform(1.08, 1.1), 2) for x in a]
     rows = {"A, rank 0 (s)": a, "B, rank 0 (s)": b, "A, rank 1 (s)": a1, "B, rank 1 (s)": b1}
     split = text("another split of the files", batch="The same files for both. A row holds the time of one validation.")
-    clock = "We synchronise before both clock readings. Training goes on when both ranks are done."
+    clock = "We synchronise before both clock readings. Training resumes when both ranks are done."
     split = split.replace("4 GPUs", "2 GPUs").replace(CLOCK, clock)
     slowest = [list(map(max, *pairs)) for pairs in ((a, a1), (b, b1))]
     made[6] = Report(split, rows, end("validation", ratio(a, b))), "one clock", ratio(*slowest)

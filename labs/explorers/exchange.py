@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from labs.common.data_parallel.scaling import ring_all_reduce_bytes
+from labs.explorers.controls import Slider, explore, here, log_axis, powers
 from labs.kit import plot
-from labs.kit.explore import Slider, explore, here, powers
 from labs.kit.record import Record
 
 BANDWIDTHS = [0.0125 * 2**k for k in range(16)]  # GB/s: 100 Mbit/s to 410 GB/s
@@ -47,10 +47,10 @@ def draw(compute_ms: float, mb: float, gb_s: float, latency_us: float, ranks: in
         (0.0, plot.VERMILION, "nothing hidden"),
         (hidden / 100, plot.BLUE, f"{hidden}% of backward can hide it"),
     ):
-        ax.plot(BANDWIDTHS, [speedup(b, share) for b in BANDWIDTHS], color=color, gid="kind:modelled", label=label)
-    ax.axhline(1, color=plot.GREY, linestyle=":", gid="kind:modelled")
+        ax.plot(BANDWIDTHS, [speedup(b, share) for b in BANDWIDTHS], color=color, label=label)
+    ax.axhline(1, color=plot.GREY, linestyle=":")
     here(ax, gb_s, now)
-    plot.log_axes(ax, (0.01, 0.1, 1, 10, 100))
+    log_axis(ax, (0.01, 0.1, 1, 10, 100))
     ax.set(xlim=(0.01, 500), ylim=(0, 1.1 * ranks))
     ax.legend(loc="upper left")
     pays = pays_above_b_s(compute, size, ranks, latency_us / 1e6, hidden / 100)

@@ -7,8 +7,8 @@ import math
 from matplotlib.figure import Figure
 
 from labs.common.loading.feed import expected
+from labs.explorers.controls import Slider, explore, here, powers
 from labs.kit import plot
-from labs.kit.explore import Slider, explore, here, powers
 from labs.kit.record import Record
 
 MOST = 16  # workers of each rank
@@ -34,13 +34,14 @@ def draw(model: float, one: float, workers: int, cores: int, ranks: int, wait: i
     message = f"{workers} worker{'s' * (workers != 1)}: {rate:,.0f} images/s for a rank, limited by {who}"
     origin = Record("loader", "images_per_s", "1/s", (rate,), "modelled")
     fig, ax = plot.figure(message, xlabel="num_workers of each rank", ylabel="images/s", records=[origin])
-    ax.axhline(model, color=plot.GREY, linestyle="--", gid="kind:modelled")
-    ax.plot(counts, loader, color=plot.VERMILION, linestyle=":", gid="kind:modelled")
-    ax.plot(counts, both, color=plot.BLUE, gid="kind:modelled")
+    ax.axhline(model, color=plot.GREY, linestyle="--")
+    ax.plot(counts, loader, color=plot.VERMILION, linestyle=":")
+    ax.plot(counts, both, color=plot.BLUE)
     ax.text(MOST, model, "model alone", va="bottom", ha="right", color=plot.GREY)
     ax.text(MOST, loader[-1], "loader alone", va="bottom", ha="right", color=plot.VERMILION)
     ax.text(MOST, both[-1], "both", va="top", ha="right", color=plot.BLUE)
     here(ax, workers, rate)
+    ax.legend()
     ax.set(xlim=(-0.5, MOST + 0.5), ylim=(0, 1.15 * max(model, loader[-1])), xticks=range(0, MOST + 1, 2))
     total = f"{ranks} x {workers} = {ranks * workers} workers on {cores} cores."
     if enough is None:

@@ -6,9 +6,9 @@ import math
 
 from matplotlib.figure import Figure
 
+from labs.explorers.controls import Menu, Slider, explore, powers
 from labs.kit import hardware, plot
 from labs.kit.errors import require
-from labs.kit.explore import Menu, Slider, explore, powers
 from labs.kit.record import Record
 
 ITEMSIZE = {"FP32": 4, "TF32": 4, "BF16": 2, "FP16": 2}  # bytes; TF32 numbers are stored as FP32
@@ -43,8 +43,8 @@ def draw(card: str, number_format: str, width: int, rows: int) -> tuple[Figure, 
     fig, ax = plot.figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=[origin])
     ends = (INTENSITIES[0], ridge, INTENSITIES[1])
     roof = [min(tflops, i * spec.bandwidth_gb_s / 1e3) for i in ends]
-    ax.loglog(ends, roof, color=plot.BLUE, gid="kind:modelled")
-    ax.plot([here], [reached], "X", color=plot.VERMILION, markersize=11, gid="kind:modelled")
+    ax.loglog(ends, roof, color=plot.BLUE)
+    ax.plot([here], [reached], "X", color=plot.VERMILION, markersize=11)
     beside = {"textcoords": "offset points"}
     ax.annotate(f"{rows:,} rows", (here, reached), (-10, 8), ha="right", color=plot.VERMILION, **beside)
     ax.annotate(f"{tflops:,g} TFLOP/s", (ridge, tflops), (6, 6), color=plot.BLUE, **beside)

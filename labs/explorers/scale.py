@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 from labs import scaling_model
 from labs.common.cost_model import cards, published, seconds
-from labs.kit.explore import Menu, Slider, explore, here, powers
-from labs.kit.plot import SERIES, curve, figure, ideal, log_axes
+from labs.explorers.controls import Menu, Slider, explore, here, log_axis, powers
+from labs.kit.plot import GREY, SERIES, figure, legend_below
 from labs.kit.record import Record, Records
 
 CARDS = tuple(name for name in cards.known() if published.reached(name)[1])
@@ -34,14 +34,15 @@ def draw(card: str, billions: float, sequences: float, nodes: float, network_gb_
     now = share(config)
     message = f"{config.gpus:,} GPUs work at {now:.0f}% of one, by the model"
     records = Records([Record("scaling_model", "efficiency", "%", (now,), "modelled")])
-    fig, ax = figure(message, xlabel="nodes of 8 GPUs", ylabel="efficiency (%)", records=records, legend_below=True)
+    fig, ax = figure(message, xlabel="nodes of 8 GPUs", ylabel="efficiency (%)", records=records)
     for gb_s, color in ((network_gb_s, SERIES[0]), (network_gb_s / 4, SERIES[1])):
         shares = [share(config_of(card, billions, sequences, n, gb_s)) for n in NODES]
-        curve(ax, NODES, shares, label=f"{gb_s:.3g} GB/s per GPU", color=color)
-    ideal(ax, [NODES[0], NODES[-1]], [100, 100])
+        ax.plot(NODES, shares, "--", label=f"{gb_s:.3g} GB/s per GPU", color=color)
+    ax.plot([NODES[0], NODES[-1]], [100, 100], "--", color=GREY, label="ideal")
     here(ax, nodes, now)
-    log_axes(ax, NODES[::2])
+    log_axis(ax, NODES[::2])
     ax.set_ylim(0, 110)
+    legend_below(fig, ax)
     found = scaling_model.predict(config)
     time = found.seconds
     told = f"A step takes {time} s." if time else f"N{found.refusal[1:]}"

@@ -6,8 +6,8 @@ import pandas
 from matplotlib.figure import Figure
 
 from labs.common.cost_model import cards
+from labs.explorers.controls import Menu, Slider, explore
 from labs.kit import plot
-from labs.kit.explore import Menu, Slider, explore
 from labs.kit.record import Record
 from labs.strategy import Config, advise
 
@@ -30,18 +30,18 @@ def draw(params: float, batch: int, gpus: int, card: str, seq: int) -> tuple[Fig
     limit = shown["limit_gb"].iloc[0]
     message = f"{params / 1e9:g} billion parameters, {gpus} x {card}: {chosen or 'nothing fits'}"
     origin = Record("strategy", "memory_bytes", "B", (1e9 * limit,), "modelled")
-    fig, ax = plot.figure(message, xlabel="GB on the fullest GPU", ylabel="plan", records=[origin], legend_below=True)
-    ax.barh(shown.index, shown["states_gb"], color=plot.BLUE, label="states", gid="kind:modelled")
+    fig, ax = plot.figure(message, xlabel="GB on the fullest GPU", ylabel="plan", records=[origin])
+    ax.barh(shown.index, shown["states_gb"], color=plot.BLUE, label="states")
     ax.barh(
         shown.index,
         shown["activations_gb"],
         left=shown["states_gb"],
         color=plot.ORANGE,
         label="activations",
-        gid="kind:modelled",
     )
-    ax.axvline(limit, color=plot.GREY, linestyle=":", label="90% of the card", gid="kind:modelled")
+    ax.axvline(limit, color=plot.GREY, linestyle=":", label="90% of the card")
     ax.set(xlim=(0, 2.5 * limit), ylim=(len(shown) - 0.5, -0.5))
+    plot.legend_below(fig, ax)
     if not advice.choice:
         enough = f"{advice.enough_gpus:,} such GPUs are enough." if advice.enough_gpus else ""
         return fig, f"{message}.", f"No plan keeps 10% of the memory free with Adam in FP32. {enough}".strip()

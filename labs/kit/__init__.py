@@ -21,7 +21,7 @@
     exercise         the schema of an exercise, and the comparison of an answer with the reference
     notebook         the ten names that a notebook uses
     stability        count how often an experiment gives the same answer
-    claim_registry   what the articles state, and its verdicts; `claim_records` keeps the records behind them
+    claim_records    the records behind the verdicts on claims
     room             a shared folder that collects learners' results for the instructor
     preflight        check whether this machine is ready
     course, rerun    run notebooks: for a page of results (`notebook_report`), in place for a commit (`fingerprint`)

@@ -34,7 +34,6 @@ PLACES = {
     "DeviceContext": "torch.utils._device:DeviceContext",
     "function_modes": "torch.overrides:_get_current_function_mode_stack",
     "operators_of_key": f"{C}:_dispatch_get_registrations_for_dispatch_key",
-    "to_copy": "torch:ops.aten._to_copy.default",
     "flash_attention": "torch:ops.aten._scaled_dot_product_flash_attention.default",
     "flash_attention_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
     "efficient_attention": "torch:ops.aten._scaled_dot_product_efficient_attention.default",
@@ -44,25 +43,16 @@ PLACES = {
     "run_backward": "torch.autograd.graph:_engine_run_backward",
     "graph_task": f"{C}:_current_graph_task_id",
     "profiler_enabled": "torch.autograd:_profiler_enabled",
-    "fused_optimizer_devices": "torch.utils._foreach_utils:_get_fused_kernels_supported_devices",
     # The CUDA allocator's history: private, but the documented way
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
-    "dump_memory": "torch.cuda.memory:_dump_snapshot",
     "memory_snapshot": "torch.cuda.memory:_snapshot",
     # Compilation
-    "dynamo": DYNAMO,
-    "CompilerFailed": f"{DYNAMO}.exc:BackendCompilerFailed",
-    "compile_counters": f"{DYNAMO}.utils:counters",
-    "wrap_inline": f"{DYNAMO}.external_utils:wrap_inline",
     "dynamo_callback": f"{DYNAMO}.callback",
     "dynamo_trace_rules": f"{DYNAMO}.trace_rules",
-    "compile_fx": "torch._inductor.compile_fx",
     "inductor_config": "torch._inductor:config",
-    "GraphLowering": "torch._inductor.graph:GraphLowering",
     "has_triton": "torch.utils._triton:has_triton",
     # Process groups
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
-    "c10d": f"{C}:_distributed_c10d",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "resolve_group": "torch.distributed.distributed_c10d:_resolve_process_group",
@@ -76,7 +66,6 @@ PLACES = {
     # The build
     "cuda_arch_flags": f"{C}:_cuda_getArchFlags",
     "cudnn_version": f"{C}:_cudnn.getVersionInt",
-    "extension": C,
 }
 """{our name: module or module:attribute in torch}."""
 
@@ -85,10 +74,7 @@ ATTRIBUTES = {
     "times_written": "torch:Tensor._version",
     "plain_call": "torch.nn:Module._call_impl",
     "compiled_call": "torch.nn:Module._compiled_call_impl",
-    "autocast_is_on": "torch:autocast._enabled",  # of this context, even before it is entered
-    "batches_given": f"{LOADING}:_BaseDataLoaderIter._num_yielded",
     "comm_hooks": f"{DDP}._comm_hooks",
-    "delayed_parameters": f"{DDP}._delay_all_reduce_params",
     "delays_all": f"{DDP}._delay_all_reduce_all_params",
     "reduces_in_python": f"{DDP}._use_python_reducer",
 }

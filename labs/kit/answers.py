@@ -1,6 +1,6 @@
-"""Check a learner's function: one number, numbers for several cases, or results from ranks.
+"""Check what a learner's function does on ranks.
 
-Each check raises Mistake, with the known mistake if it recognises one. A hang on ranks is detected within seconds.
+A mistake that is recognised raises Mistake. A hang is detected within seconds.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ import contextlib
 import datetime
 import io
 import linecache
-import math
 import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import psutil
 import torch.distributed as dist
 
@@ -26,52 +23,6 @@ from labs.kit.failure import RankFailed, RankTimeout
 from labs.kit.fork_server import start_fork_server
 from labs.kit.launch import run_on_ranks
 from labs.kit.monitor import family
-
-
-def number(value: Any, example: str) -> float:
-    """Return `value` as a float. Raises Mistake, which shows `example`, if it isn't a finite number."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        size = f"a {type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else f"{value!r:.60}"
-        raise Mistake(f"you return {size}, not a number", f"return one number, such as {example}") from None
-    if not math.isfinite(found):
-        raise Mistake(f"you return {found}", f"return a finite number, such as {example}")
-    return found
-
-
-Slip = tuple[Callable[[Any], float], str, str]
-"""(function that computes a case's value with this mistake, what the mistake is, hint)."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One number, asked for several cases."""
-
-    name: str
-    cases: Sequence[Any]
-    slips: Sequence[Slip]
-    facts: Callable[[Any], str]
-    """Describes a case in words, for answers that no known mistake explains."""
-    hint: str
-
-    def judge(self, got: Sequence[float], want: Sequence[float]) -> None:
-        """Raise Mistake unless `got` equals `want` to one part in a thousand (zeros and infinities exactly)."""
-        if _alike(got, want):
-            return
-        for wrong, what, hint in self.slips:
-            if _alike(got, [wrong(case) for case in self.cases]):
-                raise Mistake(what, hint)
-        first = next(i for i in range(len(got)) if not _alike(got[i], want[i]))
-        raise Mistake(
-            f"{self.facts(self.cases[first])}: {self.name} is {want[first]:.6g}, and you return {got[first]:.6g}",
-            self.hint,
-        )
-
-
-def _alike(a: Any, b: Any, rtol: float = 1e-3) -> bool:
-    return bool(np.allclose(a, b, rtol=rtol, atol=0))
-
 
 WAIT_S = 4.0
 """Seconds that a rank waits for the others, start-up excluded. `_impatient` sets it per rank: read it when needed."""

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import linecache
 import math
+import numbers
 import os
 import re
 import signal
@@ -56,22 +57,6 @@ class Prediction(float):
     def __reduce__(self) -> tuple[Any, ...]:
         return Prediction, (float(self), self.what, self.unit)
 
-    def against(self, measured: Any, kind: str = "measured") -> str:
-        """Return one sentence comparing the prediction with a number or an Estimate (value, low, high) of this `kind`.
-
-        With COURSE_ROOM set, saves both there.
-        """
-        value = float(getattr(measured, "value", measured))
-        low, high = getattr(measured, "low", value), getattr(measured, "high", value)
-        room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
-        if math.isnan(self):
-            return f"You made no prediction of the {self.what}."
-        said = f"You predicted {float(self):g} {self.unit}".rstrip()
-        if low <= self <= high:
-            return f"{said}; that is {'exactly' if low == high else 'within'} what was {kind}."
-        direction = "above" if self > value else "below"
-        return f"{said}; that is {_distance(float(self), value, self.unit)}{direction} what was {kind}."
-
     def reveal(self, measured: Any, kind: str = "measured") -> None:
         """Print the guess and a number or Estimate of this `kind`: "You said 2x; measured 1.06x (1.01 to 1.10)."
 
@@ -80,9 +65,11 @@ class Prediction(float):
         value = float(getattr(measured, "value", measured))
         low, high = (float(getattr(measured, end, value)) for end in ("low", "high"))
         room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
-        said = "You didn't guess" if math.isnan(self) else f"You said {float(self):g}{quantity(0, self.unit)[1:]}"
+        said = "You didn't guess" if math.isnan(self) else f"You said {_with_unit(f'{float(self):g}', self.unit)}"
         interval = f" ({quantity(low)} to {quantity(high)})" if low < high else ""
-        print(f"{said}; {kind} {quantity(value, self.unit)}{interval}.")
+        counted = isinstance(measured, numbers.Integral)
+        answer = _with_unit(f"{measured:,}", self.unit) if counted else quantity(value, self.unit)
+        print(f"{said}; {kind} {answer}{interval}.")
 
     def mark(self, ax: Any, row: float | None = None) -> None:
         """Draw the guess on the x axis of `ax`: a dashed line across it, or across one `row` of horizontal bars."""
@@ -106,19 +93,11 @@ def quantity(value: float, unit: str = "") -> str:
     size = abs(value)
     text = f"{value:,.0f}" if size >= 100 or not size else f"{value:.{1 if size >= 10 else 2}f}"
     text = f"{value:.2g}" if 0 < size < 0.1 else text
-    return f"{text}{unit}" if unit in ("x", "%", "") else f"{text} {unit}"
+    return _with_unit(text, unit)
 
 
-def _distance(guess: float, value: float, unit: str) -> str:
-    """Return "12 points " between percentages, "30 % " between near numbers, "a factor of 20 " between distant ones."""
-    if unit in ("%", "points") or value == 0 or guess / value <= 0:
-        apart = abs(guess - value)
-        return f"{apart:.{0 if apart >= 10 else 1}f} {'points' if unit == '%' else unit} ".replace("  ", " ")
-    ratio = guess / value
-    if 1 / 3 < ratio < 3:
-        return f"{abs(ratio - 1):.0%} "
-    factor = max(ratio, 1 / ratio)
-    return f"a factor of {factor:.{0 if factor >= 10 else 1}f} "
+def _with_unit(number: str, unit: str) -> str:
+    return f"{number}{unit}" if unit in ("x", "%", "") else f"{number} {unit}"
 
 
 def predict(value: float | None, what: str, unit: str = "") -> Prediction:

@@ -4,8 +4,6 @@
     show_code("train_ddp")                    # a whole recipe, labs/recipes/train_ddp.py
     show_diff("train_single", "train_ddp")    # what the second adds to the first
 
-    python -m labs.kit.code                   # for maintainers: update what these calls show in the notebooks
-
 The code is read from its file, not from the kernel's memory. Ranks import it again for every launch, so a cell shows
 what the next launch runs. The output is Markdown, which JupyterLab, VS Code, GitHub and nbconvert colour in their own
 theme, and plain text for nbval, terminals and screen readers. A difference is HTML, since JupyterLab's themes don't
@@ -14,14 +12,12 @@ colour one; where styles are stripped, + and - remain.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import functools
 import html
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +33,6 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml",
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FOR_TOOLS = re.compile(r"[ ]*# (?:fmt: (?:skip|on|off)|noqa\b[^#\n]*|type: ignore\S*)$", re.MULTILINE)
 COLORS = {"+": "rgba(46, 160, 67, 0.25)", "-": "rgba(248, 81, 73, 0.25)", "@": "rgba(56, 139, 253, 0.15)"}
-SHOWING = ("show_code", "show_diff")
 
 
 @dataclass(frozen=True)
@@ -198,69 +193,3 @@ def _display(shown: dict[str, str]) -> None:
         print(shown["text/plain"])
     else:
         display(shown, raw=True)
-
-
-def shown_now(notebook: Any) -> dict[str, list[dict[str, str]]]:
-    """Return, by cell id, what each cell with show_code or show_diff shows now: one dict of MIME types per call.
-
-    Runs nothing but the notebook's imports from labs. Raises ValueError if such a cell does anything else, or shows a
-    name that isn't imported.
-    """
-    code = [c for c in notebook.cells if c.cell_type == "code"]
-    trees = {c.id: ast.parse(re.sub(r"^[%!].*$", "", c.source, flags=re.M)) for c in code}
-    showing = {i: t for i, t in trees.items() if any(map(_shows, ast.walk(t)))}
-    if not showing:
-        return {}
-    names: dict[str, Any] = {}
-    for node in (n for t in trees.values() for n in t.body if isinstance(n, ast.ImportFrom | ast.Import)):
-        if (getattr(node, "module", None) or node.names[0].name).partition(".")[0] == "labs":
-            exec(compile(ast.Module([node], []), "<imports>", "exec"), names)
-    names |= {"show_code": code_shown, "show_diff": diff_shown}
-    now: dict[str, list[dict[str, str]]] = {}
-    for i, tree in showing.items():
-        if not all(isinstance(n, ast.Expr) and _shows(n.value) for n in tree.body):
-            raise ValueError(f"cell {i} shows code and does something else: use two cells")
-        try:
-            now[i] = [eval(compile(ast.Expression(n.value), "<cell>", "eval"), names) for n in tree.body]
-        except (NameError, AttributeError, BadInput) as e:
-            raise ValueError(f"cell {i}: {e}") from e
-    return now
-
-
-def _shows(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SHOWING
-
-
-def refresh(path: Path) -> list[str]:
-    """Update what the notebook's cells show; return the ids of the cells that changed."""
-    import nbformat
-
-    from labs.kit.record import write_atomic
-
-    notebook = nbformat.read(path, as_version=4)
-    now = shown_now(notebook)
-    changed = []
-    for cell in (c for c in notebook.cells if c.id in now):
-        outputs = [nbformat.v4.new_output("display_data", data=data) for data in now[cell.id]]
-        if [o.get("data") for o in cell.outputs] != [o.data for o in outputs]:
-            cell.outputs = outputs
-            changed.append(cell.id)
-    if changed:
-        write_atomic(path, nbformat.writes(notebook) + "\n")
-    return changed
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m labs.kit.code",
-        description="Write what show_code shows now into the notebooks, without running them.",
-    )
-    parser.add_argument("notebooks", nargs="*", type=Path, help="notebooks (default: all)")
-    for path in parser.parse_args().notebooks or sorted((ROOT / "notebooks").glob("*.ipynb")):
-        if changed := refresh(path):
-            print(f"{path.name}: {', '.join(changed)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,15 +5,13 @@
 
 Without outputs, nobody sees an answer before predicting. git ignores my/, so `git pull` never touches a learner's work.
 A copy's metadata says which notebook it came from and hashes that notebook's cells. A copy without work (no cell
-changed or run) is replaced when the course has a new version. Any other copy stays as it is; a page beside it in my/
-and a line in the terminal give the command that puts the new version next to it. Exit code: 0, or 2 if my/ or the
-notebook's name can't be used.
+changed or run) is replaced when the course has a new version. Any other copy stays as it is, and a line in the terminal
+gives the command that puts the new version next to it. Exit code: 0, or 2 if my/ or the notebook's name can't be used.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import itertools
 import json
 import os
@@ -23,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from labs.kit import fingerprint
 from labs.kit.errors import BadInput, require
@@ -32,7 +30,6 @@ from labs.kit.record import write_atomic
 ROOT = fingerprint.ROOT
 FOLDER = "my"
 STAMP = "course_copy"  # key in a copy's metadata: {"of": name, "cells": hash of the original's cells, "made": date}
-NOTICE = "_is_old.md"  # after the number, because JupyterLab's file list shows the first 14 characters of a name
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,12 @@ class Copy:
 class Found:
     """The state of one notebook's copy after `update`."""
 
-    state: Literal["made", "current", "renewed", "old", "beside", "unreadable", "gone"]
-    """beside: the new version is beside the old copy. unreadable: the original is no notebook. gone: there is none."""
+    state: Literal["made", "current", "renewed", "old", "beside"]
+    """beside: the new version is beside the old copy."""
     name: str
     """The original's name, without .ipynb."""
     path: Path
-    """The copy; the original if that is unreadable."""
+    """The copy."""
     old: Copy | None = None
     """The learner's older copy."""
 
@@ -86,21 +83,21 @@ def update(names: Iterable[str] = (), root: Path = ROOT, *, beside: bool = False
     try:
         my.mkdir(exist_ok=True)
         copies = [read(path) for path in sorted(my.glob("*.ipynb"))]
-        found = [_update(path, my, [c for c in copies if c.of == name], beside) for name, path in chosen.items()]
-        for one in found:
-            _note(one, my)
+        return [_update(path, my, [c for c in copies if c.of == name], beside) for name, path in chosen.items()]
     except OSError as e:
-        raise BadInput(_cannot_write(my, e)) from None
-    gone = [c for c in copies if c.made_of and c.of not in originals]
-    return found + [Found("gone", c.of, c.path, c) for c in gone if chosen == originals]
+        instead = command("labs.start", "notebooks/00_gpu_checks.ipynb")
+        raise BadInput(
+            f"cannot write in {my} ({e.strerror}): clone the course, or mount a folder, where you may write and where "
+            f"there is space, or open the originals: {instead}"
+        ) from None
 
 
 def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found:
     name, target = original.stem, my / original.name
     try:
         version = fingerprint.notebook(original)
-    except (ValueError, OSError):
-        return Found("unreadable", name, original)
+    except ValueError as e:
+        raise BadInput(f"{e}: git checkout -- notebooks/{original.name}") from None
     mine = next((c for c in copies if c.path == target), None)
     if mine is None:  # never made, or renamed or deleted to start again
         return Found("made" if _place(target, without_outputs(original)) else "current", name, target)
@@ -155,15 +152,9 @@ def read(path: Path) -> Copy:
         notebook = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError):
         return Copy(path, of=path.stem)
-    stamp = _strings(notebook.get("metadata"), STAMP)
+    stamp = notebook.get("metadata", {}).get(STAMP, {})
     was_run = any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])
     return Copy(path, cells, stamp.get("of", path.stem), stamp.get("cells", ""), stamp.get("made", ""), was_run)
-
-
-def _strings(metadata: Any, key: str) -> dict[str, str]:
-    """Return the strings in metadata[key]; {} if its form is wrong, since people edit metadata."""
-    inner = metadata.get(key) if isinstance(metadata, dict) else None
-    return {k: v for k, v in inner.items() if isinstance(v, str)} if isinstance(inner, dict) else {}
 
 
 def _place(target: Path, text: str) -> bool:
@@ -182,43 +173,10 @@ def _place(target: Path, text: str) -> bool:
     return True
 
 
-def _note(found: Found, my: Path) -> None:
-    """Write the page that marks a copy as old in the file list, or remove it."""
-    page = my / f"{number(found.name)}{NOTICE}"
-    if found.old and found.state == "old":
-        text = notice(found.old)
-        if not page.is_file() or page.read_text("utf-8") != text:
-            write_atomic(page, text)
-    elif found.state != "unreadable":
-        page.unlink(missing_ok=True)
-
-
-def notice(old: Copy) -> str:
-    """Return the page beside an old copy, in Markdown."""
-    short = number(old.of)
-    return f"""# Notebook {short} has a new version
-
-{_why_old(old)} Your copy stays as it is. But its cells now call the course's new code, so
-old cells may fail.
-
-To put the new version beside your copy, run this in a cell of any notebook of the course:
-
-    %run -m labs.kit.copies {short}
-
-or this in a terminal, in the folder of the course:
-
-    {command("labs.kit.copies", short)}
-
-This page then leaves the list of files.
-"""
-
-
 def _why_old(old: Copy) -> str:
     name = f"{FOLDER}/{old.path.name}"
     if not old.cells:
         return f"{name} cannot be read as a notebook."
-    if not old.made_of:
-        return f"{name} differs from the course's notebook and doesn't say which version it was copied from."
     return f"{name}{f', made on {old.made},' if old.made else ''} is a copy of an older version."
 
 
@@ -231,40 +189,20 @@ def command(module: str, argument: str) -> str:
 
 def lines(found: list[Found]) -> list[str]:
     """Return what a learner should know, one line per event; an empty list if nothing changed."""
-    said, made = [], [f for f in found if f.state == "made"]
-    if made:
-        what = f"{FOLDER}/{made[0].path.name}" if len(made) == 1 else f"{len(made)} notebooks in {FOLDER}/"
-        said.append(f"{what}: your own, without outputs, made once. notebooks/ holds the originals, with outputs.")
-    for one in found:
-        mine = f"{FOLDER}/{one.path.name}"
-        if one.state == "renewed":
-            said.append(
-                f"{mine} has been replaced by the new version, because you hadn't changed or run anything in it."
-            )
-        elif one.state == "old" and one.old:
-            beside = command("labs.kit.copies", number(one.name))
-            said.append(f"{_why_old(one.old)} It stays as it is; to put the new version beside it: {beside}")
-        elif one.state == "beside" and one.old:
-            said.append(f"{mine} is the new version. {FOLDER}/{one.old.path.name} stays as it was.")
-        elif one.state == "unreadable":
-            said.append(f"notebooks/{one.path.name} is not a notebook: git checkout -- notebooks/{one.path.name}")
-        elif one.state == "gone":
-            said.append(f"{mine} stays, but the course no longer has a notebook {one.name}.")
-    return said
+    made = [f for f in found if f.state == "made"]
+    what = f"{FOLDER}/{made[0].path.name}" if len(made) == 1 else f"{len(made)} notebooks in {FOLDER}/"
+    all_made = f"{what}: your own, without outputs, made once. notebooks/ holds the originals, with outputs."
+    return [all_made] * bool(made) + [_line(one, one.old) for one in found if one.old]
 
 
-def _cannot_write(my: Path, e: OSError) -> str:
-    if os.path.lexists(my) and not my.is_dir():
-        return f"{my} is not a folder, but your copies of the notebooks need a folder of that name: rename the file"
-    if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"cannot write in {my} ({e.strerror}): free some space; nothing is half written"
-    owner = my.stat().st_uid if my.is_dir() and hasattr(os, "getuid") else None
-    whose = f"; it belongs to user {owner}, you are user {os.getuid()}" if owner not in (None, os.getuid()) else ""
-    originals = command("labs.start", "notebooks/00_gpu_checks.ipynb")
-    return (
-        f"cannot write in {my} ({e.strerror or e}{whose}): clone the course, or mount a folder, where you may "
-        f"write, or open the originals: {originals}"
-    )
+def _line(found: Found, old: Copy) -> str:
+    name = f"{FOLDER}/{found.path.name}"
+    if found.state == "renewed":
+        return f"{name} has been replaced by the new version, because you hadn't changed or run anything in it."
+    if found.state == "beside":
+        return f"{name} is the new version. {FOLDER}/{old.path.name} stays as it was."
+    beside = command("labs.kit.copies", number(found.name))
+    return f"{_why_old(old)} It stays as it is; to put the new version beside it: {beside}"
 
 
 def main() -> int:

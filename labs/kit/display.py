@@ -11,23 +11,15 @@ import contextlib
 import html
 import json
 import math
+import statistics
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 if TYPE_CHECKING:
     from labs.kit.monitor import Monitor, Series, Trace
-
-
-def say(text: str, folded: str = "") -> None:
-    """Show `text` (Markdown, one paragraph or a list) under the cell; with `folded`, fold it under that line."""
-    from IPython.display import Markdown, display
-
-    markup = f"<details><summary>{html.escape(folded)}</summary>\n\n{text}\n\n</details>"
-    display(Markdown(markup if folded else text))
 
 
 REFRESH_S = 0.5
@@ -149,132 +141,83 @@ def _in_notebook() -> bool:
 
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-LEFT, RIGHT, LANE, GAP, TOP, AXIS = 124, 130, 26, 5, 6, 24
-MAX_LANES, MAX_CHARS = 8, 4000
+LEFT, ROOM, RIGHT, LANE, GAP, TOP, AXIS = 124, 386, 130, 26, 5, 6, 24  # pixels
+MAX_LANES, POINTS = 8, 40
 
 
-def strip_svg(trace: Trace, width_px: int = 640) -> str:
-    """Draw `trace` as an SVG of that width, under 4 KB, with its content as text for screen readers."""
-    points = 64
-    while len(svg := _svg(trace, width_px, points)) > MAX_CHARS and points > 8:
-        points = points * 2 // 3
-    return svg
+def strip_html(trace: Trace) -> str:
+    """Return the strip as an HTML image, because JupyterLab removes inline SVG from untrusted notebooks."""
+    alt = html.escape(alt_text(trace))
+    source = quote(strip_svg(trace), safe=" =:/,;()%'")
+    return f'<img alt="{alt}" src="data:image/svg+xml,{source}">'
 
 
-def _svg(trace: Trace, width: int, points: int) -> str:
-    lanes = [*_lanes(trace), *_neighbours(trace)]
-    height = TOP + (LANE + GAP) * len(lanes) + AXIS
-    span = max(trace.t_s[-1] if trace.t_s else 0.0, 1.0)
-    room = width - LEFT - RIGHT
+def strip_svg(trace: Trace) -> str:
+    """Draw `trace` as an SVG of a few KB: a lane for each GPU or core, and one for other programs."""
+    lanes = _lanes(trace)
+    width, height = LEFT + ROOM + RIGHT, TOP + (LANE + GAP) * len(lanes) + AXIS
+    span = max(trace.t_s[-1], 1.0)
     parts = []
     for row, (label, color, series, note) in enumerate(lanes):
-        y = TOP + row * (LANE + GAP)
-        area = _area(trace.t_s, series.values, span, room, points)
         parts.append(
-            f'<g transform="translate({LEFT},{y})"><path d="M0 {LANE}h{room}" stroke="#bbb"/>'
-            f'<path d="{area}" fill="{color}"/><text x="-8" y="18" text-anchor="end">{label}</text>'
-            f'<text x="{room + 26}" y="18">{note}</text></g>'
+            f'<g transform="translate({LEFT},{TOP + row * (LANE + GAP)})"><path d="M0 {LANE}h{ROOM}" stroke="#bbb"/>'
+            f'<path d="{_area(trace.t_s, series.values, span)}" fill="{color}"/>'
+            f'<text x="-8" y="18" text-anchor="end">{label}</text><text x="{ROOM + 26}" y="18">{note}</text></g>'
         )
-    parts.append(_axis(span, room, height))
-    alt = html.escape(alt_text(trace))
+    for at, anchor, text in (
+        (LEFT, "start", "0 s"),
+        (LEFT + ROOM, "end", f"{span:.1f} s"),
+        (LEFT + ROOM + 26, "start", "mean, peak"),
+    ):
+        parts.append(f'<text x="{at}" y="{height - 6}" text-anchor="{anchor}" fill="#555">{text}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="{alt}" font-family="sans-serif" font-size="14" '
-        f'fill="#222" style="max-width:100%;height:auto"><title>{alt}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="14" fill="#222" style="max-width:100%;height:auto">'
         f'<rect width="{width}" height="{height}" rx="4" fill="#fff"/>{"".join(parts)}</svg>'
     )
 
 
-def strip_html(trace: Trace, width_px: int = 640) -> str:
-    """Return the strip as an HTML image, because JupyterLab removes inline SVG from untrusted notebooks."""
-    source = quote(strip_svg(trace, width_px), safe=" =:/,;()%'")
-    return f'<img alt="{html.escape(alt_text(trace))}" src="data:image/svg+xml,{source}">'
-
-
 def alt_text(trace: Trace) -> str:
     """Describe the strip in one sentence."""
-    if not trace.t_s:
-        return "Nothing sampled yet."
-    lanes = _lanes(trace)
-    busy = ", ".join(f"{label} {_mean(series):.0f} %" for label, _, series, _ in lanes)
-    if len(lanes) > 4:
-        means = [_mean(series) for _, _, series, _ in lanes]
-        busy = f"{len(lanes)} lanes, {min(means):.0f} to {max(means):.0f} %"
-    peak = trace.peak("resident_bytes")
-    others = trace.neighbours_percent
-    return (
-        f"Use over {trace.t_s[-1]:.1f} s: {busy}"
-        + (f"; others {others:.0f} %" if not math.isnan(others) else "")
-        + (f"; peak memory of a rank {_bytes(peak)}" if not math.isnan(peak) else "")
-    )
+    busy = "; ".join(f"{label} {note}" for label, _, _, note in _lanes(trace))
+    return f"Use over {trace.t_s[-1]:.1f} s, mean and peak memory: {busy}"
 
 
 def _lanes(trace: Trace) -> list[tuple[str, str, Series, str]]:
     """Return (label, colour, series, note) of each lane: GPUs if there are any, otherwise cores with ranks first."""
-    gpus = trace.find("gpu_percent")
-    found = gpus or sorted(_latest(trace.find("cpu_percent")), key=lambda s: (s.per.get("rank", 99), s.per["core"]))
-    lanes = []
-    for i, series in enumerate(found[:MAX_LANES]):
-        rank = series.per.get("rank")
-        name = f"GPU {series.per['gpu']}" if gpus else f"core {series.per['core']}"
-        color = COLORS[(rank if rank is not None else i) % len(COLORS)] if gpus or rank is not None else "#777"
-        memory = trace.peak("gpu_memory_bytes", gpu=series.per["gpu"]) if gpus else math.nan
-        memory = trace.peak("resident_bytes", rank=rank) if math.isnan(memory) and rank is not None else memory
-        note = f"{_mean(series):.0f} %" + (f", {_bytes(memory)}" if not math.isnan(memory) else "")
-        lanes.append((name + (f", rank {rank}" if rank is not None else ""), color, series, note))
-    return lanes
+    gpus, lanes = trace.find("gpu_percent"), []
+    cores = sorted(trace.find("cpu_percent"), key=lambda s: (trace.rank_of_core.get(s.per["core"], 99), s.per["core"]))
+    for i, series in enumerate((gpus or cores)[:MAX_LANES]):
+        if gpus:
+            label, color = f"GPU {series.per['gpu']}", COLORS[i % len(COLORS)]
+            memory = trace.peak("gpu_memory_bytes", gpu=series.per["gpu"])
+        else:
+            core = series.per["core"]
+            rank = trace.rank_of_core.get(core)
+            label = f"core {core}" if rank is None else f"core {core}, rank {rank}"
+            color = "#777" if rank is None else COLORS[rank % len(COLORS)]
+            memory = math.nan if rank is None else trace.peak("resident_bytes", rank=rank)
+        note = f"{_mean(series):.0f} %" + ("" if math.isnan(memory) else f", {_bytes(memory)}")
+        lanes.append((label, color, series, note))
+    others = [("others", "#999", s, f"{_mean(s):.0f} % of CPU") for s in trace.find("neighbours_percent")]
+    return lanes + others
 
 
-def _latest(series: list[Series]) -> list[Series]:
-    """Merge the series of each core: samples from before its rank was pinned, and after."""
-    cores: dict[int, Series] = {}
-    for s in series:
-        old = cores.get(s.per["core"])
-        if old is None:
-            cores[s.per["core"]] = s
-            continue
-        values = [a if a is not None else b for a, b in zip(s.values, old.values, strict=True)]
-        cores[s.per["core"]] = type(s)(s.name, s.unit, values, {**old.per, **s.per})
-    return list(cores.values())
-
-
-def _neighbours(trace: Trace) -> list[tuple[str, str, Series, str]]:
-    return [("others", "#999", s, f"{_mean(s):.0f} % of CPU") for s in trace.find("neighbours_percent")]
-
-
-def _area(t_s: list[float], values: list[float | None], span: float, room: int, points: int) -> str:
-    """Return the SVG path of the filled curve: means of at most `points` bins, whole pixels, relative steps."""
+def _area(t_s: list[float], values: list[float | None], span: float) -> str:
+    """Return the SVG path of the filled curve through the means of up to POINTS bins, in whole pixels."""
     bins: dict[int, list[float]] = {}
     for t, v in zip(t_s, values, strict=True):
         if v is not None:
-            bins.setdefault(min(points - 1, int(t / span * points)), []).append(v)
+            bins.setdefault(min(POINTS - 1, int(t / span * POINTS)), []).append(v)
     if not bins:
         return ""
-    xy = [
-        (round((b + 0.5) / points * room), round(LANE * (1 - min(100.0, sum(v) / len(v)) / 100)))
-        for b, v in sorted(bins.items())
-    ]
-    x0, y0 = xy[0]
-    # Drop points between two of the same height, so that a steady lane is one line.
-    inner = [b for a, b, c in zip(xy, xy[1:], xy[2:], strict=False) if not a[1] == b[1] == c[1]]
-    xy = [xy[0], *inner, xy[-1]] if len(xy) > 1 else xy
-    steps = "".join(f"l{x - px} {y - py}" for (px, py), (x, y) in pairwise(xy))
-    return f"M{x0} {LANE}V{y0}{steps}V{LANE}z"
-
-
-def _axis(span: float, room: int, height: int) -> str:
-    """Draw the time axis in seconds, and label the two numbers right of each lane."""
-    most = max(1, room // 60)
-    step = next(s for s in (0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600, 1e9) if span / s <= min(6, most))
-    marks = [i * step for i in range(int(span / step + 1e-9) + 1)]
-    ticks = "".join(f'<text x="{LEFT + round(t / span * room)}" y="{height - 6}">{t:g} s</text>' for t in marks)
-    note = f'<text x="{LEFT + room + 26}" y="{height - 6}" fill="#555">mean, peak</text>'
-    return f'<g text-anchor="middle" fill="#555">{ticks}</g>{note}'
+    xs = [round((b + 0.5) / POINTS * ROOM) for b in sorted(bins)]
+    ys = [round(LANE * (1 - min(100.0, statistics.fmean(bins[b])) / 100)) for b in sorted(bins)]
+    return f"M{xs[0]} {LANE}" + "".join(f"L{x} {y}" for x, y in zip(xs, ys, strict=True)) + f"V{LANE}z"
 
 
 def _mean(series: Series) -> float:
-    present = series.present
-    return sum(present) / len(present) if present else 0.0
+    return statistics.fmean(series.present) if series.present else 0.0
 
 
 def _bytes(value: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from labs.kit import _compat, nvml
 from labs.kit.errors import BadInput, did_you_mean, require
-from labs.kit.host import affinity, container, core_count, cores
+from labs.kit.host import affinity, core_count, cores
 from labs.kit.nvml import Visible, visible
 
 KINDS = ("auto", "cpu", "cuda", "cuda-shared")
@@ -169,25 +169,6 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, None) or platform.processor() or platform.machine()
-
-
-def inventory(nvml_module: Any = None, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return everything known about this machine as plain JSON values, without starting CUDA."""
-    report = nvml.report(nvml_module)
-    found = visible(report, environ)
-    environ = os.environ if environ is None else environ
-    return {
-        "cpu": cpu_name(),
-        "driver": report.driver,
-        "cuda_driver": list(report.cuda_driver) if report.cuda_driver else None,
-        "nvml_problem": report.problem,
-        "gpus": [dataclasses.asdict(g) for g in report.gpus],
-        "topology": [list(row) for row in report.topology],
-        "visible": None if found is None else [dataclasses.asdict(v) for v in found],
-        "CUDA_VISIBLE_DEVICES": environ.get("CUDA_VISIBLE_DEVICES"),
-        "container": dataclasses.asdict(container()),
-        "build": build(),
-    }
 
 
 def summary() -> dict[str, Any]:

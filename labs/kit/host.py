@@ -42,7 +42,6 @@ class Container:
     """Size of /dev/shm, through which DataLoader workers pass batches; Docker's default is 64 MiB."""
     shm_free_bytes: int | None
     open_files: int | None
-    locked_memory_bytes: int | None
     disk_free_bytes: int | None
 
 
@@ -172,7 +171,6 @@ def container(root: str | Path = "/", folder: str | Path = ".") -> Container:
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
         open_files=_limit("RLIMIT_NOFILE"),
-        locked_memory_bytes=_limit("RLIMIT_MEMLOCK") if sys.platform != "win32" else None,
         disk_free_bytes=_disk(folder)[1],
     )
 

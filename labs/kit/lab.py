@@ -196,9 +196,9 @@ def recordable(config: Any) -> Any:
     for name, value in dataclasses.asdict(config).items():
         try:
             problem = record.json_problem(plain(value))
-        except ValueError:
-            problem = f"{brief(value)} cannot be written"
-        require(not problem, f"{name}: {problem}")
+        except ValueError as e:  # an integer of thousands of digits
+            problem = str(e)
+        require(not problem, f"{name}: {brief(value)} cannot be written to a record")
     return config
 
 

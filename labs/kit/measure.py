@@ -261,13 +261,6 @@ def direction(ratio: Estimate) -> str:
     return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "inconclusive"
 
 
-def verdict(ratio: Estimate, what: str) -> str:
-    """Return one sentence: by how much `what` differs, or that this run shows no difference."""
-    if not differs(ratio):
-        return f"{what}: inconclusive ({ratio})"
-    return f"{what}: {ratio}"
-
-
 def fewest(level: float = LEVEL) -> int:
     """Return the smallest number of samples that supports an interval at `level`: 6 at 95 %.
 

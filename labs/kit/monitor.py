@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import threading
 import time
 from collections import deque
@@ -60,6 +59,8 @@ class Trace:
     """The distinct errors met while sampling."""
     neighbours_percent: float = math.nan
     """Mean share of the usable cores that processes outside this run took."""
+    rank_of_core: dict[int, int] = field(default_factory=dict)
+    """The rank that is pinned to each core."""
 
     def find(self, name: str, **per: int) -> list[Series]:
         """Return the series of this name whose `per` contains the given items."""
@@ -68,11 +69,6 @@ class Trace:
     def peak(self, name: str, **per: int) -> float:
         """Return the maximum of the matching series; NaN if there is none."""
         return max((v for s in self.find(name, **per) for v in s.present), default=math.nan)
-
-    def mean(self, name: str, **per: int) -> float:
-        """Return the mean over time and the matching series; NaN if there is none."""
-        values = [v for s in self.find(name, **per) for v in s.present]
-        return statistics.fmean(values) if values else math.nan
 
     @property
     def energy_j(self) -> float:
@@ -91,21 +87,6 @@ class Trace:
         return (
             f"Other programs took {share} during this run: its timings may be disturbed. Run it again when it is quiet."
         )
-
-    def records(self, lab: str) -> list[dict[str, Any]]:
-        """Return every series as plain data in the form of a Record, without provenance."""
-        return [
-            {
-                "lab": lab,
-                "metric": s.name,
-                "unit": s.unit,
-                "samples": s.present,
-                "kind": "measured",
-                "case": s.per,
-            }
-            for s in self.series
-            if s.present
-        ]
 
 
 class Monitor:
@@ -148,8 +129,9 @@ class Monitor:
         with self._lock:
             series = [Series(key.name, key.unit, list(v), dict(key.per)) for key, v in self._values.items()]
             cost = self._cost_s / self._elapsed_s if self._elapsed_s else 0.0
-            others = next((s.neighbours_percent for s in self._samplers if isinstance(s, CpuSampler)), math.nan)
-            return Trace(list(self._t_s), series, cost, tuple(self._failures), others)
+            cpu = next((s for s in self._samplers if isinstance(s, CpuSampler)), None)
+            others, ranks = (cpu.neighbours_percent, dict(cpu.rank_of_core)) if cpu else (math.nan, {})
+            return Trace(list(self._t_s), series, cost, tuple(self._failures), others, ranks)
 
     def _loop(self) -> None:
         for make in (lambda: CpuSampler(self._cores), lambda: GpuSampler(self._nvml, self._gpus)):
@@ -245,7 +227,7 @@ class CpuSampler:
         self.cores = tuple(cores or affinity())
         self._processes: dict[int, psutil.Process] = {}
         self._families: dict[int, list[int]] = {}
-        self._core_rank: dict[int, int] = {}
+        self.rank_of_core: dict[int, int] = {}
         self._parents: dict[int, int] = {}
         self._next_scan = 0.0
         self._first = True
@@ -267,7 +249,7 @@ class CpuSampler:
             busy, total = busy - before[core][0], total - before[core][1]
             busy_s, elapsed_s = busy_s + busy, elapsed_s + total
             if total > 0:
-                yield self._core_key(core), 100.0 * max(0.0, min(1.0, busy / total))
+                yield Key("cpu_percent", "%", (("core", core),)), 100.0 * max(0.0, min(1.0, busy / total))
         self._total = tuple(a + b for a, b in zip(self._total, (busy_s, own_s, elapsed_s), strict=True))
         yield Key("neighbours_percent", "%"), _share(self._window[0], self._total)
         self._window.append(self._total)
@@ -284,10 +266,6 @@ class CpuSampler:
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def _core_key(self, core: int) -> Key:
-        rank = self._core_rank.get(core)
-        return Key("cpu_percent", "%", (("core", core),) + ((("rank", rank),) if rank is not None else ()))
-
     def _everyone(self) -> set[int]:
         return {pid for members in self._families.values() for pid in members}
 
@@ -298,7 +276,7 @@ class CpuSampler:
             return
         start = time.thread_time()
         self._families = {pid: family(pid) for pid in roots}
-        self._core_rank.update({core: rank for rank, pid in pids.items() for core in self._pinned(pid)})
+        self.rank_of_core.update({core: rank for rank, pid in pids.items() for core in self._pinned(pid)})
         alive = self._everyone()
         self._processes = {pid: p for pid, p in self._processes.items() if pid in alive}
         cost = time.thread_time() - start
@@ -369,28 +347,12 @@ def _share(before: tuple[float, ...], now: tuple[float, ...]) -> float:
 READINGS = (
     ("gpu_percent", "%", lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu),
     ("gpu_memory_bytes", "B", lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used),
-    ("gpu_power_w", "W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1e3),  # NVML gives mW
     ("gpu_energy_j", "J", lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3),  # since the driver was loaded
-    ("gpu_sm_clock_mhz", "MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
 )
-# NVML measures these for 20 ms while the caller waits, in KB/s. Once a second is enough.
-SLOW_READINGS = (
-    (
-        "gpu_pcie_rx_bytes_per_s",
-        "B/s",
-        lambda n, h: 1e3 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_RX_BYTES),
-    ),
-    (
-        "gpu_pcie_tx_bytes_per_s",
-        "B/s",
-        lambda n, h: 1e3 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_TX_BYTES),
-    ),
-)
-SLOW_PERIOD_S = 1.0
 
 
 class GpuSampler:
-    """Reads utilisation, memory, power, energy, clock and PCIe traffic of the visible GPUs; nothing without NVML.
+    """Reads utilisation, memory and energy of the visible GPUs; nothing without NVML.
 
     NVML's utilisation is the share of time in which any kernel ran, not how much of the GPU it used. GPUs have CUDA's
     numbers, or NVML's if the two can't be matched.
@@ -400,7 +362,6 @@ class GpuSampler:
         self.nvml: Any = None
         self._handles: dict[int, Any] = {}
         self._unsupported: set[tuple[int, str]] = set()
-        self._next_slow = 0.0
         if gpus is not None and not gpus:
             return
         try:
@@ -415,11 +376,8 @@ class GpuSampler:
 
     def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
         """Yield (key, value) pairs of one moment. A reading that fails once isn't tried again."""
-        readings = READINGS
-        if self._handles and (now := time.monotonic()) >= self._next_slow:
-            readings, self._next_slow = READINGS + SLOW_READINGS, now + SLOW_PERIOD_S
         for index, handle in self._handles.items():
-            for name, unit, read in readings:
+            for name, unit, read in READINGS:
                 if (index, name) in self._unsupported:
                     continue
                 try:

@@ -169,22 +169,18 @@ def show_figure(fig: Any, *results: record.Records | FromRanks | pd.DataFrame | 
     the numbers.
     """
     require(len(alt.strip()) >= 10, "show_figure() needs alt=..., a sentence that says what the figure shows")
-    if len(fig.axes) == 1 and (title := fig.axes[0].get_title(loc="left")):
+    title = fig._suptitle.get_text() if fig._suptitle else ""
+    if len(fig.axes) == 1 and (own_title := fig.axes[0].get_title(loc="left")):
         fig.axes[0].set_title("", loc="left")
-        fig.suptitle(title)
-    if fig._suptitle:
-        title = "\n".join(plot._title_lines(fig._suptitle.get_text(), fig.get_figwidth()))
-        fig.suptitle(title, x=0.01, ha="left", fontsize=plot.STYLE["axes.titlesize"], fontweight="bold")
+        title = own_title
     own = record.Record("notebook", "own", "", (0.0,))
     tables = any(isinstance(each, pd.DataFrame | pd.Series) for each in results)
     shown = [r for each in results if isinstance(each, record.Records) for r in each]
     shown += [r for each in results if isinstance(each, FromRanks) for r in each.origin]
     shown += record.attach_provenance([own]) if tables else []
     line = record.provenance_line(shown) if shown else "modelled by this course"
-    fig._course_records, fig._course_caption = [], line
-    wrapped = "\n".join(plot._filled(line.split(), 0.97 * 72 * fig.get_figwidth(), 9))
-    fig.supxlabel(wrapped, fontsize=9, color=plot.GREY, ha="left", x=0.01)
+    plot.annotate(fig, title, line)
     alt = " ".join(alt.split())
-    markup = plot.picture_markup(fig, alt, plot.to_png(fig))
+    markup = plot.picture_markup(fig, alt)
     plt.close(fig)
     display({"text/html": markup, "text/plain": f"[Figure: {alt}]"}, raw=True)

@@ -11,12 +11,11 @@ Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (NVML API reference, nvmlClocksEventReasons).
@@ -30,9 +29,6 @@ THROTTLE_BITS = {
     0x80: "power brake",
     0x100: "display clock setting",
 }  # fmt: skip  0x1 is "idle", which isn't throttling
-
-# nvmlGpuTopologyLevel, with the names that `nvidia-smi topo -m` prints.
-TOPOLOGY = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 # nvmlComputeMode: how many processes can use the card at a time.
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive process"}
@@ -67,26 +63,14 @@ class Gpu:
     index: int
     name: str | None = None
     uuid: str | None = None
-    pci_bus_id: str | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None
-    pcie_gen: int | None = None
-    """Current PCIe generation. An idle card lowers it to save power: use `pcie_gen_max`, or read it under load."""
-    pcie_gen_max: int | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    nvlinks_active: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
-    memory_clock_mhz: int | None = None
     temperature_c: int | None = None
-    utilization_percent: int | None = None
-    """Share of the last sample period (1/6 to 1 s) in which any kernel ran, not how much of the GPU it used."""
-    ecc: bool | None = None
-    persistence: bool | None = None
     mig: bool | None = None
     mig_uuids: tuple[str, ...] = ()
     mig_memory_bytes: tuple[int | None, ...] = ()
@@ -105,7 +89,6 @@ class Report:
     driver: str | None = None
     cuda_driver: tuple[int, int] | None = None
     """Newest CUDA version this driver can run, as (major, minor)."""
-    topology: tuple[tuple[str, ...], ...] = field(default=())
     problem: str | None = None
     remedy: str | None = None
 
@@ -166,14 +149,12 @@ def _read(nvml: Any, brief: bool) -> Report:
     handles = [(i, ask(nvml, "nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
     handles = [(i, h) for i, h in handles if h is not None]  # a lost card must not hide the others
     cards = tuple(_identity(nvml, i, h) for i, h in handles)
-    links = [] if brief else [_links(nvml, h) for _, h in handles]  # once: 36 queries for a card with 18 links
     if not brief:
-        cards = tuple(_gpu(nvml, h, card, up) for (_, h), card, up in zip(handles, cards, links, strict=True))
+        cards = tuple(_gpu(nvml, h, card) for (_, h), card in zip(handles, cards, strict=True))
     return Report(
         gpus=cards,
         driver=ask(nvml, "nvmlSystemGetDriverVersion"),
         cuda_driver=(version // 1000, version % 1000 // 10) if version else None,
-        topology=() if brief else _topology(nvml, [h for _, h in handles], cards, links),
     )
 
 
@@ -185,14 +166,13 @@ def _identity(nvml: Any, index: int, handle: Any) -> Gpu:
         index=index,
         name=ask(nvml, "nvmlDeviceGetName", handle),
         uuid=ask(nvml, "nvmlDeviceGetUUID", handle),
-        pci_bus_id=_bus_id(ask(nvml, "nvmlDeviceGetPciInfo", handle)),
         mig=mig,
         compute_mode=COMPUTE_MODES.get(ask(nvml, "nvmlDeviceGetComputeMode", handle)),
         **(_mig(nvml, handle) if mig else {}),
     )
 
 
-def _gpu(nvml: Any, handle: Any, card: Gpu, links: dict[int, str | None] | None) -> Gpu:
+def _gpu(nvml: Any, handle: Any, card: Gpu) -> Gpu:
     """Return `card` with everything that can be queried."""
 
     def get(function: str, *args: Any, then: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -205,29 +185,14 @@ def _gpu(nvml: Any, handle: Any, card: Gpu, links: dict[int, str | None] | None)
         memory_total_bytes=getattr(memory, "total", None),
         memory_used_bytes=getattr(memory, "used", None),
         compute_capability=get("nvmlDeviceGetCudaComputeCapability", then=tuple),
-        pcie_gen=get("nvmlDeviceGetCurrPcieLinkGeneration"),
-        pcie_gen_max=get("nvmlDeviceGetMaxPcieLinkGeneration"),
-        pcie_width=get("nvmlDeviceGetCurrPcieLinkWidth"),
-        pcie_width_max=get("nvmlDeviceGetMaxPcieLinkWidth"),
-        nvlinks_active=None if links is None else len(links),
         power_w=get("nvmlDeviceGetPowerUsage", then=lambda mw: mw / 1000),
         power_limit_w=get("nvmlDeviceGetEnforcedPowerLimit", then=lambda mw: mw / 1000),
-        sm_clock_mhz=get("nvmlDeviceGetClockInfo", 1),  # 1: NVML_CLOCK_SM, 2: NVML_CLOCK_MEM
+        sm_clock_mhz=get("nvmlDeviceGetClockInfo", 1),  # 1: NVML_CLOCK_SM
         sm_clock_max_mhz=get("nvmlDeviceGetMaxClockInfo", 1),
-        memory_clock_mhz=get("nvmlDeviceGetClockInfo", 2),
         temperature_c=get("nvmlDeviceGetTemperature", 0),  # 0: NVML_TEMPERATURE_GPU
-        utilization_percent=get("nvmlDeviceGetUtilizationRates", then=lambda u: u.gpu),
-        ecc=get("nvmlDeviceGetEccMode", then=lambda modes: bool(modes[0])),
-        persistence=get("nvmlDeviceGetPersistenceMode", then=bool),
         throttle=_throttle(nvml, handle),
         processes=_processes(nvml, handle),
     )
-
-
-def _bus_id(info: Any) -> str | None:
-    bus = getattr(info, "busId", None)
-    bus = bus.decode() if isinstance(bus, bytes) else bus
-    return bus.lower() if bus else None
 
 
 def _throttle(nvml: Any, handle: Any) -> tuple[str, ...] | None:
@@ -255,40 +220,6 @@ def _mig(nvml: Any, handle: Any) -> dict[str, tuple]:
     found.pop(None, None)
     memory = (getattr(ask(nvml, "nvmlDeviceGetMemoryInfo", part), "total", None) for part in found.values())
     return {"mig_uuids": tuple(found), "mig_memory_bytes": tuple(memory)}
-
-
-def _links(nvml: Any, handle: Any) -> dict[int, str | None] | None:
-    """Return the active NVLinks with the remote bus id (None if unknown); None if the card doesn't report links."""
-    up = {}
-    for k in range(18):
-        state = ask(nvml, "nvmlDeviceGetNvLinkState", handle, k)
-        if state is None and not k:
-            return None
-        if state:
-            up[k] = _bus_id(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, k))
-    return up
-
-
-def _topology(
-    nvml: Any, handles: list[Any], cards: tuple[Gpu, ...], links: list[dict[int, str | None] | None]
-) -> tuple[tuple[str, ...], ...]:
-    """Return each pair's connection as `nvidia-smi topo -m` names it: NV<links>, PIX, PXB, PHB, NODE, SYS or "?"."""
-    n = len(handles)
-    rows = [["X"] * n for _ in range(n)]
-    for i, j in itertools.combinations(range(n), 2):  # a connection is the same from both ends
-        up = links[i] or {}
-        direct = sum(remote is not None and remote == cards[j].pci_bus_id for remote in up.values())
-        rows[i][j] = rows[j][i] = _connection(nvml, handles[i], handles[j], direct, len(up))
-    return tuple(tuple(row) for row in rows)
-
-
-def _connection(nvml: Any, one: Any, other: Any, direct: int, links: int) -> str:
-    if direct:
-        return f"NV{direct}"
-    # 2: NVML_P2P_CAPS_INDEX_NVLINK, status 0: OK. With an NVSwitch, the remote end of a link is the switch.
-    if links and ask(nvml, "nvmlDeviceGetP2PStatus", one, other, 2) == 0:
-        return f"NV{links}"
-    return TOPOLOGY.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other), "?")
 
 
 Choice = tuple[Gpu | None, str | None]  # (card if known, UUID if it is a MIG instance)

@@ -1,8 +1,7 @@
 """Check whether this machine is ready. One line per check: pass, warn or fail, with the remedy.
 
 Fail means that notebooks won't run here. Warn means that one may fail, or that timings will suffer. The checks are
-functions of plain `Facts`, so every outcome can be tested on any machine. Checks that wait run concurrently, each with
-its own time limit. A check that breaks gives a warning, never a crash.
+functions of plain `Facts`, so every outcome can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ import os
 import platform
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from labs.kit import hardware, nvml, requirements
@@ -27,7 +23,6 @@ from labs.kit.record import Records
 
 GIB = 2**30
 MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
-PROJECT = "gpu-training-course"
 OLDEST_PYTHON = (3, 11)
 # Measured on two CPU cores with torch 2.13: notebook 05's kernel, fork server, ranks and workers, with shared pages
 # counted once (proportional set size). JupyterLab's server and a browser need more.
@@ -74,15 +69,9 @@ class Facts:
 
     @property
     def inventory(self) -> dict[str, Any]:
-        """All facts as plain JSON values."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["visible"] = None if self.visible is None else [dataclasses.asdict(v) for v in self.visible]
-        return values | {
-            "report": dataclasses.asdict(self.report),
-            "container": dataclasses.asdict(self.container),
-            "my_pids": sorted(self.my_pids),
-            "known_pids": None,  # of no use to a reader
-        }
+        """All facts as plain JSON values, without the process ids."""
+        values = dataclasses.asdict(self)
+        return {name: values[name] for name in values if name not in ("my_pids", "known_pids")}
 
 
 def system() -> str:
@@ -233,75 +222,16 @@ def disk(facts: Facts) -> Check:
 
 
 ALL = (python, torch_version, jupyter, loopback, cores, memory, shared_memory, open_files, disk)
-
-
-Found = Check | list[Check]
-GO_ON = "continue; if a notebook fails, show this line to your instructor"
-DETAIL_CHARACTERS = 160
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One thing to try, in its own thread."""
-
-    name: str
-    run: Callable[[], Found]
-    limit_s: float = 5.0
-    too_late: Check | None = None
-    """The result if `run` hasn't returned after `limit_s`; default: a warning."""
-
-
-class Started:
-    """A trial running in a thread."""
-
-    def __init__(self, trial: Trial) -> None:
-        self.trial, self.found, self.until = trial, [], time.monotonic() + trial.limit_s
-        self.thread = threading.Thread(target=self._run, name=trial.name, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.found = guarded(self.trial.name, self.trial.run)
-
-    def result(self) -> list[Check]:
-        """Return the checks; at the limit, the trial's `too_late` result, abandoning its thread."""
-        self.thread.join(max(0.0, self.until - time.monotonic()))
-        if not self.thread.is_alive():
-            return self.found
-        late = f"no answer after {self.trial.limit_s:g} s"
-        return [self.trial.too_late or Check(self.trial.name, "warn", late, GO_ON)]
-
-
-def guarded(name: str, run: Callable[[], Found]) -> list[Check]:
-    """Return the checks that `run` returns; if it raises, a warning with the name and the reason."""
-    try:
-        found = run()
-    except Exception as e:
-        return [unknown(name, e)]
-    return found if isinstance(found, list) else [found]
-
-
-def unknown(name: str, error: BaseException) -> Check:
-    """Return a warning that `name` couldn't be checked."""
-    return Check(name, "warn", f"could not be checked: {reason(error)}", GO_ON)
-
-
-def reason(error: BaseException) -> str:
-    """Return an exception's type and first line, with the home folder (a user's name) as ~."""
-    first = next(iter(str(error).splitlines()), "")
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return text.replace(str(Path.home()), "~")[:DETAIL_CHARACTERS]
-
-
 UNHIDE = "check CUDA_VISIBLE_DEVICES, MIG instances (nvidia-smi -L) and what the scheduler gave you"
 
 
 def machine_checks(facts: Facts) -> list[Check]:
     """Judge everything that needs no running rank."""
-    found = [c for check in (*ALL, gpus) for c in guarded(check.__name__, lambda check=check: check(facts))]
+    found = [check(facts) for check in (*ALL, gpus)]
     used = {v.nvml_index for v in facts.visible or ()} if facts.gpus_for_torch else set()
     for card in facts.report.gpus:
         if card.index in used or (used == {None}):
-            found += guarded(f"GPU {card.index}", lambda card=card: list(gpu_checks(card, facts)))
+            found += gpu_checks(card, facts)
     return found
 
 
@@ -342,13 +272,8 @@ def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
         detail = f"MIG mode, {len(card.mig_uuids)} instances: a process sees at most one of them"
         remedy = "choose one with CUDA_VISIBLE_DEVICES=MIG-...; several ranks need several jobs"
         yield Check(where, "warn" if card.mig_uuids else "fail", detail, remedy)
-    if card.persistence is False:
-        yield Check(where, "warn", "persistence mode is off: the first use takes seconds", "nvidia-smi -pm 1")
     if slow := set(card.throttle or ()) - {"application clocks setting", "display clock setting"}:
         yield Check(where, "warn", f"clocks are held down: {', '.join(sorted(slow))}", "check cooling and power")
-    if card.pcie_width and card.pcie_width_max and card.pcie_width < card.pcie_width_max:
-        detail = f"PCIe x{card.pcie_width} of x{card.pcie_width_max}"
-        yield Check(where, "warn", detail, "check again under load; if it doesn't change, check the slot")
 
 
 def driver(where: str, facts: Facts) -> Check:

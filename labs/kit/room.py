@@ -3,8 +3,8 @@
     COURSE_ROOM=/shared/room COURSE_NAME=Ada make lab         # the learner's choice
     python -m labs.classroom /shared/room                     # the instructor's page
 
-Without COURSE_ROOM nothing is written. With it, a full, read-only, missing or slow room costs one line on stderr and
-half a second per session, but never a cell: a background thread writes the files.
+Without COURSE_ROOM nothing is written. With it, a full, read-only, missing or slow room costs one line on stderr, but
+never a cell: a background thread writes the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,11 +34,9 @@ from labs.kit.record import Record, Records, plain, write_atomic
 
 ROOM, NAME = "COURSE_ROOM", "COURSE_NAME"
 REVEALED = "revealed.json"
-WAIT_S, PATIENCE = 0.5, 2  # seconds a cell waits for the share, and how often per session
+WAIT_S = 0.5  # a cell's wait for the share
 READ_S = 2.0  # wait for a folder or a solution
-SLOW_S = 5.0  # without an answer, after which the learner gets a warning
 FLUSH_S = 3.0  # wait for unwritten files when a kernel ends
-MAX_PENDING = 200  # files held in memory while the share doesn't answer
 
 
 def own_folder() -> Path | None:
@@ -79,7 +76,16 @@ def keep_outcome(exercise_id: str, state: str, feedback: str = "") -> None:
 def revealed(exercise_id: str) -> bool:
     """Return True without a room, or if the instructor has revealed this solution. A courtesy, not a lock."""
     here = _session()
-    return here is None or not here.in_time(here.read_revealed, READ_S) or matches(exercise_id, here.patterns)
+    if here is None:
+        return True
+    patterns: list[str] = []
+
+    def read() -> None:
+        here.make_folder()
+        with contextlib.suppress(ValueError):  # an invalid list reveals nothing
+            patterns.extend(revealed_patterns(here.room))
+
+    return not here.in_time(read, READ_S) or matches(exercise_id, patterns)
 
 
 def matches(exercise_id: str, patterns: Iterable[str]) -> bool:
@@ -148,40 +154,40 @@ class _Session:
     """One kernel or command in one room."""
 
     def __init__(self, room: Path, name: str) -> None:
-        self.room, self.folder = room, room / name
+        self.room, self.folder, self.pid = room, room / name, os.getpid()
         self.token = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
         self.count = itertools.count(1)
         self.rows: dict[str, list[dict[str, Any]]] = {}
-        self.patterns: list[str] = []
         self.pending: dict[str, Callable[[], str]] = {}
-        self.lock = threading.Lock()
         self.thread: threading.Thread | None = None
-        self.problem, self.said, self.pid = "", set[str](), os.getpid()
-        self.began, self.patience = 0.0, PATIENCE
-        atexit.register(self._flush)
+        self.said = set[str]()
+        atexit.register(self.flush)
 
     def write(self, name: str, text: Callable[[], str]) -> None:
         """Write file `name` in the background, and with it any that couldn't be written before."""
-        with self.lock:
-            self.pending[name] = text
-            while len(self.pending) > MAX_PENDING:
-                self.pending.pop(next(iter(self.pending)))
-        self.in_time(self._write_pending)
+        self.pending[name] = text
+        if self.thread is None or not self.thread.is_alive():  # a thread that still waits for the share writes it
+            self.in_time(self._write_pending, WAIT_S)
 
-    def in_time(self, work: Callable[[], None], wait_s: float | None = None) -> bool:
-        """Do `work` in a thread; return whether it was done in time. Prints a problem only once.
+    def in_time(self, work: Callable[[], None], wait_s: float) -> bool:
+        """Do `work` in a thread; return whether it was done within `wait_s`. Prints each problem only once."""
+        problems: list[str] = []
 
-        `wait_s` None is for a cell that writes: it waits WAIT_S, and no longer at all after PATIENCE timeouts.
-        """
-        patient = self.patience > 0 or wait_s is not None
-        if not self._free(wait_s or WAIT_S * patient):
-            return False
-        self.began, self.thread = time.monotonic(), threading.Thread(target=self._guarded, args=(work,), daemon=True)
+        def guarded() -> None:
+            try:
+                work()
+            except OSError as e:
+                problems.append(f"nothing can be kept in {self.folder} ({e.strerror})")
+            except ValueError as e:
+                problems.append(str(e))
+
+        self.thread = threading.Thread(target=guarded, daemon=True)
         self.thread.start()
-        if not self._free(wait_s or WAIT_S * patient):
-            return False
-        if self.problem:
-            self._say("warning", f"{ROOM}: {self.problem}; the course continues without it")
+        self.thread.join(wait_s)
+        if self.thread.is_alive():
+            problems = [f"{self.room} does not answer, results follow as soon as it does"]
+        if problems:
+            self._say("warning", f"{ROOM}: {problems[0]}; the course continues without it")
         else:
             self._say(
                 "notice",
@@ -189,21 +195,7 @@ class _Session:
                 f"{self.folder}, for your instructor and all who can read that folder. Nothing is sent anywhere "
                 f"else. To stop: %env {ROOM}= in a cell, or unset {ROOM} before you start",
             )
-        return not self.problem
-
-    def _free(self, wait_s: float) -> bool:
-        """Wait for the thread; return whether it has ended."""
-        if self.thread is not None:
-            self.thread.join(wait_s)
-        if self.thread is None or not self.thread.is_alive():
-            return True
-        self.patience -= 1
-        if time.monotonic() - self.began > SLOW_S:
-            self._say(
-                "warning",
-                f"{ROOM}: {self.room} does not answer. The course continues; unsaved results follow as soon as it does",
-            )
-        return False
+        return not problems
 
     def make_folder(self) -> None:
         """Make the learner's folder. Making the room would hide a share that isn't mounted."""
@@ -213,45 +205,26 @@ class _Session:
             raise ValueError(f"there is no folder {self.room} here (is the share mounted?)")
         self.folder.mkdir(exist_ok=True)
 
-    def read_revealed(self) -> None:
-        """Read `patterns`; an invalid list reveals nothing."""
-        self.make_folder()
-        self.patterns = []
-        with contextlib.suppress(ValueError):
-            self.patterns = revealed_patterns(self.room)
-
     def _write_pending(self) -> None:
         self.make_folder()
-        while True:
-            with self.lock:
-                name, text = next(iter(self.pending.items()), (None, None))
-            if name is None:
-                return
-            write_atomic(self.folder / name, text())
-            with self.lock:
+        while self.pending:
+            for name, text in list(self.pending.items()):
+                write_atomic(self.folder / name, text())
                 if self.pending.get(name) is text:
                     del self.pending[name]
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-            self.problem = ""
-        except OSError as e:
-            self.problem = f"nothing can be kept in {self.folder} ({e.strerror or type(e).__name__})"
-        except Exception as e:
-            self.problem = f"{e}".partition("\n")[0]
 
     def _say(self, topic: str, line: str) -> None:
         if topic not in self.said:
             self.said.add(topic)
             print(line, file=sys.stderr, flush=True)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """At exit, wait a little for unwritten files, then abandon the thread: the share may never answer."""
         if not self.pending or self.thread is None or os.getpid() != self.pid:
             return
         self.thread.join(FLUSH_S)
-        if not self.thread.is_alive() and not self.problem:  # it ended just before the last file was added
-            self._guarded(self._write_pending)
+        if not self.thread.is_alive():
+            with contextlib.suppress(OSError, ValueError):
+                self._write_pending()
         if self.pending:
-            self._say("warning", f"{ROOM}: {len(self.pending)} file(s) could not be kept in {self.folder}")
+            print(f"{ROOM}: {len(self.pending)} file(s) could not be kept in {self.folder}", file=sys.stderr)

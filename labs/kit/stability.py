@@ -21,10 +21,10 @@ from labs.kit.launch import launch
 PROG = "python -m labs.kit.stability"
 
 
-def categories(lab: str, nproc: int, runs: int, values: dict[str, Any]) -> Iterator[str]:
+def categories(lab: str, runs: int, **options: Any) -> Iterator[str]:
     """Yield the category of each of `runs` launches of `lab`."""
     for _ in range(runs):
-        yield lab_module(lab).category(launch(lab, nproc, **values))
+        yield lab_module(lab).category(launch(lab, **options))
 
 
 def main() -> int:
@@ -42,7 +42,8 @@ def main() -> int:
         require(hasattr(module, "category"), f"{lab} has no category(records): its answer is not one of a few")
         command = cli.parse(module, PROG, args)
         counted: Counter[str] = Counter()
-        for done, found in enumerate(categories(lab, command.launch.nproc, runs, vars(command.config)), start=1):
+        options = vars(command.launch) | vars(command.config)
+        for done, found in enumerate(categories(lab, runs, **options), start=1):
             counted[found] += 1
             print(f"run {done:2} of {runs}: {found}", flush=True)
     except BadInput as e:

@@ -29,7 +29,7 @@ def parts_of(cells: list[NotebookNode], solved: set[str]) -> list[NotebookNode]:
     for cell in cells:
         if cell.cell_type == "markdown":
             after_result = bool(shown) and shown[-1].cell_type == "code" and bool(shown[-1].outputs)
-            shown += _texts(cell.source, after_result)
+            shown += _texts(cell.source, cell.get("attachments", {}), after_result)
         elif cell.cell_type == "code" and not _is_set_up(cell):
             shown += _code(cell, solved)
     return shown
@@ -61,7 +61,7 @@ def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
         yield from _results(cell.outputs)
 
 
-def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
+def _texts(source: str, images: dict, after_result: bool) -> Iterator[NotebookNode]:
     """Yield a slide for each heading, and more if it would be too long. Drops folded hints, which aren't for a room."""
     source = re.sub(r"<details>.*?</details>", "", source, flags=re.DOTALL)
     for section in filter(None, map(str.strip, re.split(r"^(?=#{1,3} )", source, flags=re.MULTILINE))):
@@ -69,7 +69,8 @@ def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
         if after_result and not section.startswith("#") and len(section) <= REMARK_CHARACTERS:
             kind = "fragment"
         for text in _pages(section):
-            yield _typed(new_markdown_cell(text), kind)
+            shown = {name: image for name, image in images.items() if f"(attachment:{name}" in text}
+            yield _typed(new_markdown_cell(text, attachments=shown), kind)
             kind = "subslide"
 
 

@@ -252,8 +252,8 @@ class Band:
 
     def __str__(self) -> str:
         return (
-            f"{REGIMES[self.regime]} (eight in ten of {self.rows} published rows, sources: {self.sources}, took "
-            f"{self.low:.2f} to {self.high:.2f} times the modelled seconds)"
+            f"{REGIMES[self.regime]} (eight in ten of {self.rows} published runs from {self.sources} "
+            f"source{'s' * (self.sources > 1)} took {self.low:.2f} to {self.high:.2f} times the modelled seconds)"
         )
 
 

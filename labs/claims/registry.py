@@ -1,6 +1,6 @@
 """What five articles state, and what this course's records say about it.
 
-    from labs.kit.claim_registry import Verdict, verdict
+    from labs.claims.registry import Verdict, verdict
 
     @verdict("A13")                                          # in labs/claims/nb03.py
     def a13_more_gpus_shorten_an_epoch(records):
@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from labs.kit import nvml
-from labs.kit.claim_records import RECORDED, keep, kept, kept_of_gpus, launches
+from labs.kit.claim_records import RECORDED, kept, kept_of_gpus, launches
 from labs.kit.errors import did_you_mean, require
 from labs.kit.measure import Estimate, paired_ratio
 from labs.kit.record import KINDS, Record, Records
@@ -156,14 +155,14 @@ def _by_id() -> dict[str, Claim]:
 
 @cache
 def _read() -> dict:
-    return tomllib.loads((Path(__file__).parents[1] / "claims" / "claims.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
 
 
 # -- verdicts
 
 
-def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False) -> Verdict:
-    """Return the verdict on `claim` that `evidence` supports, with `gpus` GPUs (default: this machine's).
+def judge(claim: Claim, evidence: Iterable[Record] = (), strict: bool = False) -> Verdict:
+    """Return the verdict on `claim` that `evidence` supports.
 
     Without evidence the verdict is "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
     way gives "not tried yet" with the error; with `strict`, for tests, the error is raised.
@@ -172,14 +171,14 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
         return Verdict(claim.verdict, f"{claim.because} (decided by {claim.decided})", claim.kind)
     function = judge_of(claim)
     if function is None:
-        return _untried(claim, gpus, "the course has no experiment for it yet")
+        return _untried(claim, "the course has no experiment for it yet")
     records = evidence if isinstance(evidence, Records) else Records(evidence)
     try:
         found = function(records)
     except LookupError as e:
         if strict and type(e) is not LookupError:  # an IndexError or KeyError is a bug in the function
             raise
-        return _untried(claim, gpus, f"no evidence: {e}")
+        return _untried(claim, f"no evidence: {e}")
     except Exception as e:
         if strict:
             raise
@@ -192,11 +191,8 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
     return found
 
 
-def _untried(claim: Claim, gpus: int | None, why: str) -> Verdict:
-    here = gpu_count() if gpus is None and claim.gpus else gpus or 0
-    if here >= claim.gpus:
-        return Verdict("not tried yet", why, "")
-    return Verdict(_needs(claim), f"this machine has {here or 'none'}", "")
+def _untried(claim: Claim, why: str) -> Verdict:
+    return Verdict(_needs(claim) if claim.gpus else "not tried yet", why, "")
 
 
 def _needs(claim: Claim) -> str:
@@ -204,29 +200,16 @@ def _needs(claim: Claim) -> str:
     return f"needs {n} GPU{'s' if n > 1 else ''}"
 
 
-def gpu_count() -> int:
-    """Return how many GPUs CUDA would show this process, without initialising CUDA."""
-    return len(nvml.visible(nvml.report(brief=True)) or [])
-
-
-def by_a_recorded_gpu(claim: Claim, found: Verdict) -> tuple[Verdict, Records]:
-    """If `found` needs a GPU, return the verdict of a recorded GPU run and its records; else `found` and no records."""
-    if found.word.startswith("needs"):
-        for records in kept_of_gpus(claim.notebook):
-            verdict = judge(claim, records, gpus=0)
-            if verdict.word not in SIGNS:
-                continue
-            where = ", ".join(dict.fromkeys(records.provenance["gpus"]))
-            if not verdict.because.startswith(INCONCLUSIVE):
-                return replace(verdict, because=f"on {where}: {verdict.because}"), records
-            found = replace(found, because=f"{found.because}; on {where} {verdict.because}")
-    return found, Records()
-
-
 @cache
 def recorded_verdict(claim: Claim) -> Verdict:
     """Return the verdict by the committed run's records, or by a recorded GPU run's if it needs a GPU."""
-    return by_a_recorded_gpu(claim, judge(claim, kept(claim.notebook, RECORDED), gpus=0))[0]
+    found = judge(claim, kept(claim.notebook, RECORDED))
+    for records in kept_of_gpus(claim.notebook) if found.word.startswith("needs") else ():
+        verdict = judge(claim, records)
+        where = ", ".join(dict.fromkeys(records.provenance["gpus"]))
+        if verdict.word in SIGNS and not verdict.because.startswith(INCONCLUSIVE):
+            return replace(verdict, because=f"on {where}: {verdict.because}")
+    return found
 
 
 def how_decided(claim: Claim, found: Verdict) -> str:
@@ -315,17 +298,3 @@ def in_general(right: Sequence[bool], wrong: Sequence[bool], because: str, kind:
 def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
     """Return "depends": because cases are shown to differ, or because this run is inconclusive."""
     return Verdict("depends", because if shown else INCONCLUSIVE + because, kind)
-
-
-def cannot_tell(because: str, kind: str = "measured") -> Verdict:
-    """Return "depends" for a run that is inconclusive."""
-    return depends(False, because, kind)
-
-
-def table(notebook: str, evidence: Iterable[Record] = ()) -> None:
-    """Keep the records of `notebook` ("08") and print their verdicts."""
-    records = evidence if isinstance(evidence, Records) else Records(evidence)
-    keep(notebook, records)
-    for claim in claims(notebook):
-        found = by_a_recorded_gpu(claim, judge(claim, records))[0]
-        print(f"{claim.id}  {found.word}: {claim.claim} ({found.because})")
