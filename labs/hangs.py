@@ -223,7 +223,9 @@ def drill(config: Config, cases: Sequence[tuple[str, int]], folder: Path) -> Non
     task = {"cases": cases, "folder": str(folder)} | {n: getattr(config, n) for n in ("ranks", "patience_s", "wait_s")}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", "from labs.hangs import serve; serve()", json.dumps(task)]
-    done = supervise.run(command, 3 * timeouts.CHILD_S, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # who connects to a store looks up its name: 5 s if no DNS answers
+    done = supervise.run(command, 3 * timeouts.CHILD_S, env=env)
     missing = [name for name, _ in cases if not (folder / name / "report.json").exists()]
     if done.returncode != 0 or missing:
         raise RuntimeError(f"no report about {', '.join(missing) or 'any program'}: {done.stderr[-1500:]}")
@@ -264,7 +266,8 @@ def run_programs(cases: Sequence[tuple[str, int]], task: dict[str, Any]) -> None
 
 def hold_store(folder: Path, ranks: int) -> None:
     """What torchrun's agent does: hold the store by which ranks meet, until this process is killed."""
-    store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False)
+    # libuv's server looks up the name of each rank that connects, and answers nobody meanwhile
+    store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False, use_libuv=False)
     (folder / "port.new").write_text(str(store.port))
     (folder / "port.new").rename(folder / "port")
     time.sleep(3 * timeouts.CHILD_S)
