@@ -168,7 +168,7 @@ def test_a_batch_that_the_script_takes_apart_is_whole_again_and_one_that_it_writ
 
 def test_reasons_against_each(monkeypatch):
     hooks = Hooks("/x", lambda spans: None)
-    hooks.torch, hooks.called, hooks.device = torch, {1}, torch.device("cpu")
+    hooks.called, hooks.device = {1}, torch.device("cpu")
 
     def reason(mode, device="cpu", **training):
         facts = Profile("x", ["x"], device=device, training=training)

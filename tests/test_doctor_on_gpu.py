@@ -108,7 +108,7 @@ def test_copies_are_named_by_the_gpus_clock_and_without_a_price():
 def test_what_is_between_forward_and_backward_is_the_loss(monkeypatch):
     """By the device's clock, as copies to it are: what is left of a step may be a wait for the host."""
     hooks, clock = Hooks("/x", lambda seconds: None), [0.0]
-    hooks.torch, hooks.recording = torch, True
+    hooks.device, hooks.recording = torch.device("cuda"), True
     monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(clock[0]))
 
     def takes(seconds):

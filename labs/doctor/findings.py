@@ -12,13 +12,12 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import (
-    BOTTLENECKS,
     BY_NAME,
     KINDS,
     OPTION,
@@ -108,9 +107,10 @@ class Price:
     """What a fix of a bottleneck would give, how that is known, and of which rank."""
 
     bottleneck: Bottleneck
-    gain: Estimate
+    gain: Estimate | None
     by: str
     profile: Profile
+    words: dict[str, Any] = field(default_factory=dict)  # Besides those of `_words`, and `where`
 
     @property
     def standing(self) -> str:
@@ -120,7 +120,9 @@ class Price:
 
 def prices(ranks: Sequence[Profile]) -> Iterator[Price]:
     """Of each bottleneck that this run has tried, or whose part of the step it has seen."""
-    for bottleneck in BOTTLENECKS:
+    if late := _lateness(ranks):
+        yield late
+    for bottleneck in BY_NAME.values():
         if bottleneck.name == "exchange" and (ranks[0].ranks == 1 or gains.split(ranks)):
             continue  # they wait for each other by design
         parted, most = gains.from_parts(ranks, bottleneck.part) if bottleneck.part else (None, ranks[0])
@@ -152,32 +154,23 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
             small_model = price.gain.value < (ROWS_FROM if price.profile.device == "cpu" else ROWS_FROM_ON_GPU)
             needed = price.by == INTERLEAVED and not needless_exchange(price.profile)  # by ranks that train one model
             healthy_has = {"rows_one_by_one": small_model, "exchange": needed}.get(price.bottleneck.name, False)
-            kind = OPTION if healthy_has else SLOW
-            yield _finding(price.bottleneck, price.profile, ranks, price.gain, price.by, kind)
+            yield _finding(price, ranks, OPTION if healthy_has else SLOW)
     known = {price.bottleneck.name for price in priced if price.standing != "unclear"}
     yield from _switched_on(ranks, known)
     yield from _restarts(ranks)
-    yield from _straggler(ranks)
     yield from _own_code(ranks)
     yield from _growing(ranks)
     yield from _recompiles(ranks)
     yield from _copies(ranks)
 
 
-def _finding(
-    bottleneck: Bottleneck,
-    of: Profile,
-    ranks: Sequence[Profile],
-    gain: Estimate | None,
-    by: str,
-    kind: str = SLOW,
-    **more: Any,
-) -> Finding:
-    """Fill in the row of the table. `more`: words besides those of `_words`, and `where`."""
-    words = {**_words(bottleneck, ranks, of), **more}
-    where = words.pop("where", "") or _where(of, bottleneck)
-    what, fix = bottleneck.what.format(**words), bottleneck.fix.format(**words)
-    return Finding(bottleneck.name, what, gain, where, fix, bottleneck.notebook, by, kind)
+def _finding(price: Price, ranks: Sequence[Profile], kind: str = SLOW) -> Finding:
+    """Fill in the row of the table."""
+    row = price.bottleneck
+    words = _words(row, ranks, price.profile) | price.words
+    where = words.pop("where", "") or _where(price.profile, row)
+    what, fix = row.what.format(**words), row.fix.format(**words)
+    return Finding(row.name, what, price.gain, where, fix, row.notebook, price.by, kind)
 
 
 def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dict[str, Any]:
@@ -275,35 +268,25 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
     }
     for name, kind in kinds.items():
         if kind and name not in known:
-            yield _finding(BY_NAME[name], f, ranks, None, SEEN, kind)
+            yield _finding(Price(BY_NAME[name], None, SEEN, f), ranks, kind)
 
 
 def _restarts(ranks: Sequence[Profile]) -> Iterator[Finding]:
     """By how much the steps that begin an epoch, and start its workers, are longer than the others."""
     of = max(ranks, key=lambda f: len(f.restarts))
     longer = gains.longer_s(of.step_s, of.restarts)
-    gain = gains.without(of.step_s, longer)
-    if of.restarts and of.loader and standing(gain, gains.WORTH_BY_PARTS) == "gain":
+    price = Price(BY_NAME["workers_restart"], gains.without(of.step_s, longer), FROM_PARTS, of)
+    if of.restarts and of.loader and price.standing == "gain":
         n = len(of.restarts)
         words = {"workers": of.loader.workers, "restarts": n, "each": ms(sum(longer) / n)}
-        yield _finding(BY_NAME["workers_restart"], of, ranks, gain, FROM_PARTS, **words)
+        yield _finding(replace(price, words=words), ranks)
 
 
-@dataclass(frozen=True)
-class Late:
-    """The slowest rank of several."""
+def _lateness(ranks: Sequence[Profile]) -> Price | None:
+    """Of the slowest rank of several: if it were as fast as the next one.
 
-    profile: Profile
-    own_s: float  # Of its step, without waiting for others
-    ratio: Estimate  # To the slowest of the others
-    gain: Estimate  # If it were as fast as that one
-    by: str
-
-
-def lateness(ranks: Sequence[Profile]) -> Late | None:
-    """By steps without exchange, or by the parts of a step in which nobody waits, whichever is less noisy.
-
-    None where ranks wait by design, or neither is known.
+    By steps without exchange, or by the parts of a step in which nobody waits, whichever is less noisy. None where
+    ranks wait by design, or neither is known.
     """
     if len(ranks) < 2 or gains.split(ranks):
         return None
@@ -322,23 +305,18 @@ def _outside_of_waits(ranks: Sequence[Profile]) -> list[tuple[float, list[float]
     return [(max(f.step_s[i] for f in ranks), own[i]) for i in range(steps)]
 
 
-def _late(ranks: Sequence[Profile], taken: list[tuple[float, list[float]]], by: str) -> Late:
+def _late(ranks: Sequence[Profile], taken: list[tuple[float, list[float]]], by: str) -> Price:
     slow = max(range(len(ranks)), key=lambda r: statistics.median([own[r] for _, own in taken]))
     both = [(job, own[slow], max(s for r, s in enumerate(own) if r != slow)) for job, own in taken]
     ratios = [a / b for _, a, b in both if b > 0] or [1.0]
     less = [job / (job - min(max(0.0, a - b), 0.99 * job)) for job, a, b in both]
     ratio, gain = (gains.of_ratios(of, gains.looks(ranks)) for of in (ratios, less))
-    return Late(ranks[slow], statistics.median([a for _, a, _ in both]), ratio, gain, by)
-
-
-def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    late = lateness(ranks)
-    if late is not None and standing(late.gain) == "gain":
-        of, others = late.profile, [f for f in ranks if f is not late.profile]
-        kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
-        longer = "what its device computes" if kind == "device" else PARTS[kind]
-        words = {"own": ms(late.own_s), "ratio": late.ratio, "longer": longer, "where": _noted(of, kind)}
-        yield _finding(BY_NAME["straggler"], of, ranks, late.gain, late.by, **words)
+    of, others = ranks[slow], [f for f in ranks if f is not ranks[slow]]
+    kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
+    longer = "what its device computes" if kind == "device" else PARTS[kind]
+    own = ms(statistics.median([a for _, a, _ in both]))
+    words = {"own": own, "ratio": ratio, "longer": longer, "where": _noted(of, kind)}
+    return Price(BY_NAME["straggler"], gain, by, of, words)
 
 
 def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
@@ -353,7 +331,8 @@ def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
         return  # without a forward, most of these lines may be the model
     noted = next((n for n in of.lines if n.kind in OWN and n.line), None)
     words = {"own": ms(own_s), "line": f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""}
-    finding = _finding(BY_NAME["own_code"], of, ranks, gain, FROM_PARTS, where=_noted(of, *OWN), **words)
+    words["where"] = _noted(of, *OWN)
+    finding = _finding(Price(BY_NAME["own_code"], gain, FROM_PARTS, of, words), ranks)
     if of.device != "cpu":
         what = f"{finding.what}; the device may work meanwhile, and then it costs nothing"
         finding = replace(finding, what=what, gain=None, kind=UNPRICED)
@@ -372,7 +351,8 @@ def _growing(ranks: Sequence[Profile]) -> Iterator[Finding]:
         if gains.enough(grows) and grows.low > 0 and free / grows.low <= LONG_TRAINING:
             tensors, bytes_ = f.memory.get("tensors_growth", 1.0), f.memory.get("tensor_bytes_growth", 0.0)
             if tensors >= ONE_IN_TWO or bytes_ >= OF_TENSORS * grows.low:  # else the C library may keep memory
-                yield _finding(BY_NAME["growing"], f, ranks, None, SEEN, RISK, grows=grows, last=free / grows.value)
+                words = {"grows": grows, "last": free / grows.value}
+                yield _finding(Price(BY_NAME["growing"], None, SEEN, f, words), ranks, RISK)
                 return
 
 
@@ -392,19 +372,17 @@ def _recompiles(ranks: Sequence[Profile]) -> Iterator[Finding]:
     gain = gains.without(f.step_s, longer)
     slow = len(at) >= GOES_ON and at[-1] - at[0] >= len(f.step_s) / 2 and standing(gain) == "gain"
     words = {"graphs": sum(f.compiles), "at": len(at), "took": ms(sum(longer))}
-    kind = SLOW if slow else UNPRICED
-    yield _finding(BY_NAME["recompiles"], f, ranks, gain if slow else None, FROM_PARTS, kind, **words)
+    price = Price(BY_NAME["recompiles"], gain if slow else None, FROM_PARTS, f, words)
+    yield _finding(price, ranks, SLOW if slow else UNPRICED)
 
 
 def _copies(ranks: Sequence[Profile]) -> Iterator[Finding]:
     """To a GPU, by its clock: whether a kernel ran beside them isn't known."""
     of = max(ranks, key=lambda f: f.device_s.get("copy", [0.0]))
     [took] = of.device_s.get("copy", [0.0])
-    if (
-        _noted(of, "copy")
-        and standing(gains.without(of.step_s, [took] * len(of.step_s)), gains.WORTH_BY_PARTS) == "gain"
-    ):
-        yield _finding(BY_NAME["copies"], of, ranks, None, FROM_PARTS, UNPRICED, part=ms(took))
+    gain = gains.without(of.step_s, [took] * len(of.step_s))
+    if _noted(of, "copy") and standing(gain, gains.WORTH_BY_PARTS) == "gain":
+        yield _finding(Price(BY_NAME["copies"], None, FROM_PARTS, of, {"part": ms(took)}), ranks, UNPRICED)
 
 
 # What is fine, and what isn't known
@@ -415,11 +393,7 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
     if not (ranks := with_steps(profiles)):
         return []
     fine = [p for p in prices(ranks) if p.standing == "fine"]
-    texts = [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
-    late = lateness(ranks)
-    if late is not None and standing(late.gain) == "fine":
-        texts.append(f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own")
-    return texts
+    return [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
 
 
 def unknown(profiles: Sequence[Profile]) -> list[str]:
@@ -431,23 +405,19 @@ def unknown(profiles: Sequence[Profile]) -> list[str]:
 
 
 def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
-    first, late = ranks[0], lateness(ranks)
     noisy = [f"{p.bottleneck.mode or p.bottleneck.name} {p.gain}" for p in prices(ranks) if p.standing == "unclear"]
-    if late is not None and standing(late.gain) == "unclear":
-        noisy.append(f"ranks as fast as each other {late.gain}")
     if noisy:
         yield f"too few or too unsteady steps to say what these give (--seconds S is longer): {', '.join(noisy)}"
     if gains.split(ranks):
         yield "whether a rank is late: ranks hold different parts of the model, or weights of their own"
-    if models := sum(n.ms for n in first.lines if n.kind == "model"):
+    if models := sum(n.ms for n in ranks[0].lines if n.kind == "model"):
         took, part = ms(models / 1e3), PARTS["prepare"]
         yield f"what models cost that no optimizer trains, or whose forward() is called by name: {took} of '{part}'"
 
 
 def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
     for f in profiles[:1]:
-        ended = f"the run ended after {count(f.steps, 'step')}: let it train longer"
-        left = dict.fromkeys(not_reached(f), ended) if f.step_s else {}
+        left = dict.fromkeys(not_reached(f), "the run ended before: let it train longer") if f.step_s else {}
         if why := f.not_tried | left:
             yield "not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items())
 
@@ -458,8 +428,3 @@ def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
 def ms(seconds: float) -> str:
     """0.0123 -> "12.3 ms", in the unit that fits."""
     return str(Estimate(seconds, seconds, seconds, 1, "s")).split(" [")[0]
-
-
-def count(n: float, noun: str) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{n:g} {noun}{'' if n == 1 else 's'}"
