@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-import doctor_training
 import pytest
 import torch
 from doctor_profiles import made
 from doctor_training import Clock, classifier, forever, look_at
 from test_doctor_hooks import loader_of
 
-from labs.doctor import estimated_gain, report
+from labs.doctor import estimated_gain, report, usage
 from labs.doctor.bottlenecks import SLOW, UNPRICED
 from labs.doctor.counterfactuals import MODES
 from labs.doctor.findings import find
@@ -30,7 +29,7 @@ class Device:
         self.clock, self.done_at = Clock(monkeypatch), 0.0
         monkeypatch.setattr(Hooks, "synchronise", lambda hooks: self.clock.sleep(self.left()))
         monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(self.clock.now + self.left()))
-        monkeypatch.setattr(doctor_training, "describe", self.describe)
+        monkeypatch.setattr(usage, "describe", self.describe)
 
     def left(self):
         return max(0.0, self.done_at - self.clock.now)

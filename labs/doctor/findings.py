@@ -13,7 +13,6 @@ import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from labs.doctor import estimated_gain as gains
@@ -32,8 +31,9 @@ from labs.doctor.bottlenecks import (
 )
 from labs.doctor.estimated_gain import part_s, standing
 from labs.doctor.probes import merge
+from labs.doctor.probes.scene import name_in, parsed
 from labs.doctor.profile import KINDS as SPANS
-from labs.doctor.profile import Profile, not_reached, rare_kinds, share_of_steps
+from labs.doctor.profile import Profile, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate
 
 INTERLEAVED, FROM_PARTS, BY_READING = "steps measured in turn", "from the step's parts", "read in the source"
@@ -79,19 +79,13 @@ def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Fin
         Finding(m.probe, m.what, None, m.where, m.fix, m.notebook, by, WRONG if m.wrong else RISK, tuple(m.also))
         for m, by in seen
     ]
-    found += [_for_its_trainer(f, ranks[0]) for f in _slow(ranks)] if ranks else []
+    found += _slow(ranks) if ranks else []
     return sorted(found, key=_severity)
 
 
 def _severity(finding: Finding) -> tuple[int, float, float]:
     low, value = (finding.gain.low, finding.gain.value) if finding.gain else (0.0, 0.0)
     return KINDS.index(finding.kind), -low, -value
-
-
-def _for_its_trainer(finding: Finding, profile: Profile) -> Finding:
-    little = finding.kind == SLOW and finding.gain is not None and finding.gain.value < SLOW_FROM
-    fix = finding.fix + option(profile.training.get("trainer", ""), finding.name)
-    return replace(finding, kind=OPTION if little else finding.kind, fix=fix)
 
 
 def with_steps(profiles: Sequence[Profile]) -> list[Profile]:
@@ -166,11 +160,12 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 def _finding(price: Price, ranks: Sequence[Profile], kind: str = SLOW) -> Finding:
     """Fill in the row of the table."""
-    row = price.bottleneck
+    row, gain = price.bottleneck, price.gain
     words = _words(row, ranks, price.profile) | price.words
     where = words.pop("where", "") or _where(price.profile, row)
-    what, fix = row.what.format(**words), row.fix.format(**words)
-    return Finding(row.name, what, price.gain, where, fix, row.notebook, price.by, kind)
+    fix = row.fix.format(**words) + option(ranks[0].training.get("trainer", ""), row.name)
+    kind = OPTION if kind == SLOW and gain and gain.value < SLOW_FROM else kind
+    return Finding(row.name, row.what.format(**words), gain, where, fix, row.notebook, price.by, kind)
 
 
 def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dict[str, Any]:
@@ -188,7 +183,6 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
         "dataset": loader.dataset if loader else "",
         "batch": (loader and loader.batch_size) or "its size",
         "by_batch": ms(_by_batch_s(of)),
-        "exchange_fix": _exchange_fix(of),
         "exposed": ms(max(exposed, part_s(of, "exchange"))),
         "buffers": of.training.get("buffers", 0),
         "threads": of.machine.get("threads", 0),
@@ -214,13 +208,6 @@ def needless_exchange(profile: Profile) -> bool:
     return bool(of.get("exchanges", 1) > 1 or small or of.get("sync_batchnorm"))
 
 
-def _exchange_fix(profile: Profile) -> str:
-    if profile.micro_batches > 1 and profile.training.get("exchanges", profile.micro_batches) > 1:
-        return "with model.no_sync(): for all micro-batches but the last one"
-    buckets = "buckets of 25 MB, " if profile.training.get("bucket_bytes", 0) < SMALL_BUCKET else ""
-    return f"exchange less, or less often: larger batches per rank, {buckets}nothing that DDP has done already"
-
-
 # Where it stands in the source
 
 
@@ -238,12 +225,8 @@ def _noted(profile: Profile, *kinds: str) -> str:
 
 def _called(script: str, names: Sequence[str]) -> str:
     """First line of the script that calls one of these names, as "file:line  code"; "" if none does."""
-    try:
-        tree = ast.parse(Path(script).read_bytes()) if names else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call))
-    lines = [n.lineno for n in calls if (getattr(n.func, "attr", "") or getattr(n.func, "id", "")) in names]
+    calls = (n for n in ast.walk(parsed(script)) if isinstance(n, ast.Call))
+    lines = [n.lineno for n in calls if name_in(n.func) in names]
     if not lines:
         return ""
     return f"{os.path.basename(script)}:{min(lines)}  {linecache.getline(script, min(lines)).strip()}"
@@ -256,7 +239,7 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
     """What the running training has, and no measurement has priced."""
     f = ranks[0]
     starved = f.device_s and idle_share(f) > IDLE_FROM and not known & {"slow_loader", "rows_one_by_one"}
-    not_half, threads = not f.training.get("autocast"), f.machine.get("threads", 1)
+    threads = f.machine.get("threads", 1)
     kinds = {
         "anomaly": f.training.get("anomaly") and SLOW,
         "float64": "float64" in f.training.get("dtypes", ()) and SLOW,
@@ -264,7 +247,6 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
         "find_unused": f.training.get("find_unused_parameters") and UNPRICED,  # it may be needed
         "exchange": len(ranks) > 1 and needless_exchange(f) and not gains.split(ranks) and UNPRICED,
         "python_overhead": starved and OPTION,
-        "half_precision": f.device == "cuda" and f.training.get("dtypes") == ["float32"] and not_half and OPTION,
     }
     for name, kind in kinds.items():
         if kind and name not in known:
@@ -330,13 +312,11 @@ def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
     if standing(gain) != "gain" or gain.low < OWN_CODE or not of.training.get("forward_seen", True):
         return  # without a forward, most of these lines may be the model
     noted = next((n for n in of.lines if n.kind in OWN and n.line), None)
-    words = {"own": ms(own_s), "line": f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""}
-    words["where"] = _noted(of, *OWN)
-    finding = _finding(Price(BY_NAME["own_code"], gain, FROM_PARTS, of, words), ranks)
-    if of.device != "cpu":
-        what = f"{finding.what}; the device may work meanwhile, and then it costs nothing"
-        finding = replace(finding, what=what, gain=None, kind=UNPRICED)
-    yield finding
+    line = f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""
+    words = {"own": ms(own_s), "line": line, "where": _noted(of, *OWN)}
+    priced = of.device == "cpu"  # a GPU may work meanwhile, and then it costs nothing
+    price = Price(BY_NAME["own_code"], gain if priced else None, FROM_PARTS, of, words)
+    yield _finding(price, ranks, SLOW if priced else UNPRICED)
 
 
 def own_lines_s(profile: Profile) -> float:
@@ -399,8 +379,9 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
 def unknown(profiles: Sequence[Profile]) -> list[str]:
     """What this run can't say, what wasn't tried and why."""
     ranks = with_steps(profiles)
-    texts = list(_unclear(ranks)) if ranks else []
-    texts += [*(text for f in profiles for text in f.unseen), *_not_tried(profiles)]
+    texts = [*(_unclear(ranks) if ranks else ()), *(text for f in profiles for text in f.unseen)]
+    if ranks and (why := ranks[0].not_tried):
+        texts.append("not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items()))
     return list(dict.fromkeys([*texts, *([NOT_DETECTED] if ranks else [])]))
 
 
@@ -413,13 +394,6 @@ def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
     if models := sum(n.ms for n in ranks[0].lines if n.kind == "model"):
         took, part = ms(models / 1e3), PARTS["prepare"]
         yield f"what models cost that no optimizer trains, or whose forward() is called by name: {took} of '{part}'"
-
-
-def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
-    for f in profiles[:1]:
-        left = dict.fromkeys(not_reached(f), "the run ended before: let it train longer") if f.step_s else {}
-        if why := f.not_tried | left:
-            yield "not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items())
 
 
 # Words

@@ -129,7 +129,6 @@ class Hooks:
         self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
         self.called: set[int] = set()  # Roots that were called with gradients
         self.forwards: set[types.CodeType] = set()  # Of all modules with parameters: what runs in one is a model
-        self.autocast = ""  # Its format
         self.loader: Any = None  # The DataLoader that batches of the training came from; of several, the last
         self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
@@ -246,15 +245,13 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.spans.stack[-1] in opaque or self._elsewhere():
                 return function(*args, **kwargs)
-            begun, result = self.spans.clock(), None
-            try:
-                result = self._timed(kind, function, args, kwargs)
-                return result
-            finally:
-                if self.recording and not (kind == "copy" and result is args[0]):  # it was there
-                    noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
-                    noted[0] += 1
-                    noted[1] += self.spans.clock() - begun
+            begun = self.spans.clock()
+            result = self._timed(kind, function, args, kwargs)
+            if self.recording and not (kind == "copy" and result is args[0]):  # it was there
+                noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
+                noted[0] += 1
+                noted[1] += self.spans.clock() - begun
+            return result
 
         return call
 
@@ -414,16 +411,13 @@ class Hooks:
         return output
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
-        """At each call: how many samples. At the first one: device, precision."""
+        """At each call: how many samples. At the first one: the device."""
         self._in_calls[id(module)] += length((args, kwargs))
         if id(module) in self.called:
             return
         self.called.add(id(module))
         first = next(module.parameters(), None)
         self.device = self.device or (None if first is None else first.device)
-        kind = self.device.type if self.device is not None else "cpu"
-        if torch.is_autocast_enabled(kind):
-            self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
     @property
     def samples(self) -> int:
@@ -481,12 +475,7 @@ class Hooks:
         """A closure that an optimizer is given is the script's, with its forward, its backward and its waits."""
         if not callable(argument):
             return argument
-
-        @functools.wraps(argument)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            return self._timed(self.spans.stack[0], argument, args, kwargs)
-
-        return closure
+        return lambda *args, **kwargs: self._timed(self.spans.stack[0], argument, args, kwargs)
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self._elsewhere():
@@ -602,7 +591,6 @@ def describe(hooks: Hooks, profile: Profile) -> None:
         "trainer": _trainer(),
         "parameters": sum(p.numel() for p in parameters),
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-        "autocast": hooks.autocast,
         "ddp": len(ddp),
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
         "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),

@@ -19,8 +19,8 @@ from typing import Any
 from labs.doctor import usage
 from labs.doctor.counterfactuals import Mode
 from labs.doctor.hooks import Hooks
-from labs.doctor.profile import AS_IS, Profile, not_reached, rare_kinds
-from labs.doctor.ranks import Apart, Ranks
+from labs.doctor.profile import AS_IS, Profile, rare_kinds
+from labs.doctor.ranks import Apart, Ranks, group
 from labs.doctor.snapshot import StateSnapshot, has_room, of_optimizers
 from labs.kit import _compat
 
@@ -39,22 +39,24 @@ Steps = Generator[None, dict[str, float], None]  # Takes the next step, and is s
 
 def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Sequence[Mode]) -> Steps:
     """All steps that are wanted, noted in `profile`. Ends when they are done. `seconds`: for what is after `steps`."""
-    profile.seconds, profile.planned = seconds, [mode.name for mode in modes]
+    profile.seconds = seconds
+    profile.not_tried = dict.fromkeys((mode.name for mode in modes), "the run ended before: let it train longer")
     ranks = Ranks(profile.ranks)
     try:
         profile.stage = "warm-up"
         yield from _warm_up(hooks, ranks)
         profile.stage = "as it is"
-        yield from _as_it_is(hooks, profile, ranks, steps, EXTRA_SHARE * seconds)
+        profile.training["group"] = group()
+        with usage.Usage(hooks, profile):
+            yield from _as_it_is(hooks, profile, ranks, steps, EXTRA_SHARE * seconds)
         profile.stage = "in turn"
-        yield  # what the process uses is looked at here, before anything is copied
         if ranks.alone:
             raise Apart("the doctor is not in the ranks that the script has started itself")
         longer_s = (len(profile.step_s) - steps) * statistics.fmean(profile.step_s)
         yield from _Interleaved(hooks, profile, ranks, seconds - longer_s).all(modes)
     except Apart as e:
         profile.unseen.append(f"counterfactuals: {e}")
-        profile.not_tried |= dict.fromkeys(not_reached(profile), str(e))
+        profile.not_tried = dict.fromkeys(profile.not_tried, str(e))
     ranks.part()
     profile.stage = "done"
 
@@ -79,6 +81,7 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
     done, wanted, graphs = 0, steps, _compat.compiled_graphs()
     while done < wanted:
         spans = yield
+        usage.note_memory(hooks, profile)
         done += 1
         profile.step_s.append(sum(spans.values()))
         for kind, s in spans.items():
@@ -93,7 +96,6 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
             fit = int(extra_s / statistics.fmean(profile.step_s))
             wanted += min(fit, max(ranks.each_says(_more_events(profile))), *ranks.each_says(fit))
     hooks.recording, hooks.synchronised = False, True
-    profile.lines = hooks.noted_lines(wanted)
     if marks[0] is not None:
         hooks.synchronise()
         profile.step_s = _between(marks)
@@ -150,6 +152,7 @@ class _Interleaved:
                 yield from self._turn(by_name[name], turns[name])
             for name, of in turns.items():  # all at once: those of one round stand at one place
                 self.profile.interleaved_s.setdefault(name, []).append(of)
+                self.profile.not_tried.pop(name, None)
             round_s = time.perf_counter() - begun
 
     def _that_can(self, modes: Sequence[Mode]) -> list[Mode]:
@@ -158,9 +161,9 @@ class _Interleaved:
         if not has_room(self.hooks, self.profile.local_ranks):
             full = "no memory is left for copies of model and optimizer, to put them back after it"
             reasons = {mode.name: full for mode in modes} | reasons
-        for of_rank in self.ranks.each_says(reasons):
-            self.profile.not_tried |= of_rank | self.profile.not_tried
-        tried = [mode for mode in modes if mode.name not in self.profile.not_tried]
+        reasons = {name: why for of_rank in self.ranks.each_says(reasons) for name, why in of_rank.items()}
+        self.profile.not_tried |= reasons
+        tried = [mode for mode in modes if mode.name not in reasons]
         have = self.ranks.first_says(self.ends - time.perf_counter())
         turn = 1 + self.settle + self.steps
         while tried and (need := LEAST_ROUNDS * self.step_s * (turn * (1 + len(tried)) + self.drain)) > have:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from labs.doctor.profile import Profile, without_colours
-from labs.doctor.ranks import group
 from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
 
@@ -67,18 +66,17 @@ class ScriptProcess:
             self.progress = mmap.mmap(file.fileno(), 12)  # no call of the system in each step
         self.pid, self.stops, self.saved = os.getpid(), 0, self.begun
         self.leave_at_once = os._exit
-        self.hooks = self.plan = self.usage = None
+        self.hooks = self.plan = None
 
     def watch(self) -> None:
         """From the moment that the script has torch."""
         # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
-        from labs.doctor import usage
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
         from labs.doctor.schedule import plan
 
-        settings, self.of_process = self.settings, usage
+        settings = self.settings
         folder = os.path.dirname(os.path.realpath(settings.argv[0]))
         self.hooks = Hooks(folder, self.stepped, Probes(folder, scratch=settings.folder))
         self.hooks.install()
@@ -91,8 +89,6 @@ class ScriptProcess:
         profile.steps += 1
         self.progress[:] = b"%12d" % profile.steps
         before = profile.stage
-        if profile.stage == "as it is":
-            self.of_process.note_memory(self.hooks, profile)
         try:
             self.plan.send(spans)
         except StopIteration:
@@ -101,13 +97,6 @@ class ScriptProcess:
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
-        if profile.stage != before:
-            if profile.stage == "as it is":
-                self.usage = self.of_process.Usage(self.hooks, profile)
-                profile.training["group"] = group()
-            elif self.usage:
-                self.usage.stop()
-                self.usage = None
         if profile.stage != before or (profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
 
@@ -125,9 +114,9 @@ class ScriptProcess:
         if os.getpid() != self.pid or self.profile.ended != "running":
             return
         self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
-        if self.usage and self.profile.step_s:
+        if self.plan is not None:
             with suppress(Exception):  # the script has failed, perhaps in torch: what is known is reported nevertheless
-                self.usage.stop()
+                self.plan.close()
         self.save()
         self.settings.path("ended").touch()
 
@@ -198,7 +187,6 @@ def main() -> None:
         end_with_parent(settings.parent)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
-    builtins.__dict__.setdefault("exit", sys.exit)
     ScriptProcess(settings).run()
 
 

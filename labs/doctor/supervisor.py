@@ -28,14 +28,9 @@ from labs.kit.place import Place
 ROOT = str(Path(__file__).parents[2])
 BOOT = """
 import sys
-root = sys.argv.pop(1)
-if sys.flags.safe_path:
-    sys.path.insert(0, root)
-else:
-    sys.path[0] = root  # the script's folder takes its place
+sys.path.insert(0, sys.argv.pop(1))
 from labs.doctor.script_process import main
-if sys.flags.safe_path:
-    sys.path.remove(root)
+del sys.path[0]  # `labs` is loaded, and finds its modules without it
 main()
 """
 POLL_S = 0.2
@@ -164,7 +159,7 @@ class Run:
         self.process.wait()
         try:
             profile = load(self.settings.path("profile"))
-        except (OSError, ValueError):
+        except OSError:
             profile = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         profile.steps = max(profile.steps, self._steps())
         cut_short = self.why and self.how != "silent" and not self.settings.path("ended").exists()

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -34,12 +35,14 @@ class Usage(threading.Thread):
     """Of this process, from the first step as it is to the last."""
 
     def __init__(self, hooks: Hooks, profile: Profile) -> None:
-        """Describe the training, and begin to look."""
+        """Of a training that `with` describes and begins to look at."""
         super().__init__(name="doctor", daemon=True)
         self.hooks, self.profile, self.ended = hooks, profile, threading.Event()
         self.seen: Counter[tuple[str, str, int]] = Counter()  # By kind, file and line
-        describe(hooks, profile)
-        self.tensors = _tensors(hooks)
+
+    def __enter__(self) -> None:
+        describe(self.hooks, self.profile)
+        self.tensors = _tensors(self.hooks)
         self.start()
 
     def run(self) -> None:
@@ -65,11 +68,11 @@ class Usage(threading.Thread):
             kind = "model"
         self.seen[kind, *hooks.own_line(frame)] += 1
 
-    def stop(self) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Write what was seen into the profile."""
         self.ended.set()
         self.join()
-        profile, hooks, steps = self.profile, self.hooks, len(self.profile.step_s)
+        profile, hooks, steps = self.profile, self.hooks, max(1, len(self.profile.step_s))
         lines = profile.lines = hooks.noted_lines(steps)
         for part, kinds in (("prepare", ("model", "prepare")), ("rest", ("loss", "rest"))):
             looks = sum(n for key, n in self.seen.items() if key[0] in kinds)
