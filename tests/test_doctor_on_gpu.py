@@ -63,7 +63,7 @@ def test_a_loader_costs_what_the_device_does_not_hide(host_s, step_s, monkeypatc
             device.give(0.020)
             optimizer.step()
 
-    facts = look_at(training, [MODES[0]], steps=6)
+    facts = look_at(training, {"same batch again": MODES["same batch again"]}, steps=6)
     assert facts.step_s[1:] == pytest.approx([step_s] * 5), "from mark to mark: nobody waits between"
     assert {round(s, 4) for turn in facts.interleaved_s[AS_IS] for s in turn} == {step_s}
     assert estimated_gain.interleaved([facts], "same batch again").value == pytest.approx(step_s / 0.020)

@@ -187,7 +187,14 @@ def _lines(report: Report, everything: bool) -> Iterator[str]:
             yield from ("", title) if entries else ()
             for number, (finding, places) in enumerate(entries, 1):
                 yield from _entry(number, finding, places)
-        yield from _texts(report)
+        how = [method(report)] if report.seen else []
+        more = {"TRIED OR MEASURED, AND FINE": report.healthy, "NOT KNOWN": report.unknown, "MACHINE AND METHOD": how}
+        for title, texts in more.items():
+            yield from ("", title) if texts else ()
+            yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
+    for f in report.profiles:
+        yield from ("", f"LAST LINES OF ITS OUTPUT (RANK {f.rank})") if f.output else ()
+        yield from (f"  {line}" for line in f.output)
 
 
 def _step_and_ranks(report: Report) -> Iterator[str]:
@@ -200,14 +207,6 @@ def _step_and_ranks(report: Report) -> Iterator[str]:
         header, rows = rank_table(ranks)
         yield from ("", "THE RANKS DIFFER") if rows else ()
         yield from (f"  {row[0]:<32}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in [header, *rows] if rows)
-
-
-def _texts(report: Report) -> Iterator[str]:
-    how = [method(report)] if report.seen else []
-    titles = "TRIED OR MEASURED, AND FINE", "NOT KNOWN", "MACHINE AND METHOD"
-    for title, texts in zip(titles, (report.healthy, report.unknown, how), strict=True):
-        yield from ("", title) if texts else ()
-        yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
 
 
 def grouped(findings: Iterator[Finding] | Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
@@ -241,15 +240,9 @@ def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
 
 def html(report: Report) -> str:
     """One file that loads nothing. All text goes through `escape`: a script's stays text."""
-    rows = parts(max(report.seen, key=lambda f: sum(f.step_s))) if report.seen else []
-    bar = [
-        f'<span class="c{number % 6}" style="flex: {share:.4f} 1 0">{escape(name)}</span>'
-        for number, (_, name, _, share) in enumerate(rows)
-    ]
     values = {
         "title": escape(headline(report)),
         "command": escape(shlex.join(report.profiles[0].argv)) if report.profiles else "",
-        "bar": "\n".join(bar),
         "text": escape(page(report, everything=True)),
     }
     return string.Template(TEMPLATE.read_text("utf-8")).substitute(values)
