@@ -21,11 +21,9 @@ and reports what is known. No process is left. docs/DOCTOR.md lists what is not 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
-import time
-import typing
-from contextlib import suppress
 from pathlib import Path
 
 from labs.doctor import static_rules, supervisor
@@ -50,7 +48,7 @@ def options(args: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = _refuse
+    parser.error = functools.partial(fail, PROG)
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are measured as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for trying fixes, on top (default 40; 0: none)")
@@ -92,15 +90,6 @@ def _script_below(folder: Path, script: str) -> str:
     return path
 
 
-def _refuse(message: str) -> typing.NoReturn:
-    """By one rank of each machine."""
-    with suppress(BadInput):
-        if Place.of(os.environ, one_machine=False).local_rank:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
-            sys.exit(2)
-    fail(PROG, message)
-
-
 def print_report(profiles: list[Profile], given: argparse.Namespace, machine: int, matches: list[Match]) -> None:
     """Print the page, and write the report."""
     from labs.doctor import compare, report
@@ -128,7 +117,7 @@ def main() -> None:
         matches = [] if place.local_rank else static_rules.check(Path(given.argv[0]))
         profiles = supervisor.examine(given, place, lambda found: print_report(found, given, place.machine, matches))
     except BadInput as e:
-        _refuse(str(e))
+        fail(PROG, str(e))
     sys.exit(0 if any(f.step_s for f in profiles) else 1)
 
 

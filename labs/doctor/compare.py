@@ -17,8 +17,6 @@ from labs.doctor.profile import KINDS, Profile
 from labs.doctor.report import SMALL, Report, wrapped
 from labs.kit.measure import Estimate, differs
 
-RESAMPLES = 2_000
-
 
 def rates(ranks: Sequence[Profile], samples: bool) -> list[float]:
     """Of each step as it is, of the whole job: samples or steps per second."""
@@ -29,7 +27,7 @@ def rates(ranks: Sequence[Profile], samples: bool) -> list[float]:
 def ratio(after: Sequence[float], before: Sequence[float]) -> Estimate:
     """Ratio of two medians of unpaired samples, with its bootstrap interval: each side is drawn by itself."""
     draw, value = np.random.default_rng(0), statistics.median(after) / statistics.median(before)
-    medians = (np.median(draw.choice(of, (RESAMPLES, len(of))), axis=1) for of in (after, before))
+    medians = (np.median(draw.choice(of, (gains.RESAMPLES, len(of))), axis=1) for of in (after, before))
     low, high = np.quantile(np.divide(*medians), (0.025, 0.975))
     return Estimate(value, min(float(low), value), max(float(high), value), min(len(after), len(before)), "x")
 

@@ -80,12 +80,7 @@ def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Fin
         for m, by in seen
     ]
     found += _slow(ranks) if ranks else []
-    return sorted(found, key=_severity)
-
-
-def _severity(finding: Finding) -> tuple[int, float, float]:
-    low, value = (finding.gain.low, finding.gain.value) if finding.gain else (0.0, 0.0)
-    return KINDS.index(finding.kind), -low, -value
+    return sorted(found, key=lambda f: (KINDS.index(f.kind), -f.gain.low if f.gain else 0.0))
 
 
 def with_steps(profiles: Sequence[Profile]) -> list[Profile]:
@@ -205,7 +200,7 @@ def needless_exchange(profile: Profile) -> bool:
     of = profile.training
     bucket = of.get("bucket_bytes") or math.inf
     small = bucket < SMALL_BUCKET and 4 * of.get("parameters", 0) / bucket > MANY_BUCKETS
-    return bool(of.get("exchanges", 1) > 1 or small or of.get("sync_batchnorm"))
+    return of.get("exchanges", 1) > 1 or small
 
 
 # Where it stands in the source
@@ -378,22 +373,20 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
 
 def unknown(profiles: Sequence[Profile]) -> list[str]:
     """What this run can't say, what wasn't tried and why."""
-    ranks = with_steps(profiles)
-    texts = [*(_unclear(ranks) if ranks else ()), *(text for f in profiles for text in f.unseen)]
-    if ranks and (why := ranks[0].not_tried):
-        texts.append("not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items()))
-    return list(dict.fromkeys([*texts, *([NOT_DETECTED] if ranks else [])]))
-
-
-def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
+    texts = list(dict.fromkeys(text for f in profiles for text in f.unseen))
+    if not (ranks := with_steps(profiles)):
+        return texts
     noisy = [f"{p.bottleneck.mode or p.bottleneck.name} {p.gain}" for p in prices(ranks) if p.standing == "unclear"]
     if noisy:
-        yield f"too few or too unsteady steps to say what these give (--seconds S is longer): {', '.join(noisy)}"
+        texts.append(f"too few or too unsteady steps to say what these give (try --seconds S): {', '.join(noisy)}")
     if gains.split(ranks):
-        yield "whether a rank is late: ranks hold different parts of the model, or weights of their own"
+        texts.append("whether a rank is late: ranks hold different parts of the model, or weights of their own")
     if models := sum(n.ms for n in ranks[0].lines if n.kind == "model"):
         took, part = ms(models / 1e3), PARTS["prepare"]
-        yield f"what models cost that no optimizer trains, or whose forward() is called by name: {took} of '{part}'"
+        texts.append(f"what frozen models cost, and those whose forward() is called by name: {took} of '{part}'")
+    if why := ranks[0].not_tried:
+        texts.append("not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items()))
+    return [*texts, NOT_DETECTED]
 
 
 # Words

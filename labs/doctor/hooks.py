@@ -169,13 +169,13 @@ class Hooks:
         calls += [(_compat.LoaderIterator, "__init__", self._making), (_compat.LoaderIterator, "__next__", self._next)]
         noted = [(of, "synchronize", "synchronise") for of in (torch.cuda, torch.xpu, torch.mps, torch.accelerator)]
         noted += [(torch, "save", "save"), (builtins, "print", "print")]
+        noted += [(torch.Tensor, name, "copy") for name in COPIES]
         dist = torch.distributed
         if dist.is_available():
             noted += [(dist, name, "exchange") for name in COLLECTIVES] + [(dist.Work, "wait", "exchange")]
         replaced = [(owner, name, functools.partial(replacement, by)) for owner, name, by in calls]
         replaced += [(owner, name, functools.partial(self._noted, kind)) for owner, name, kind in noted]
         replaced += [(torch.Tensor, name, self._waiting) for name in WAITS]
-        replaced += [(torch.Tensor, name, self._copying) for name in COPIES]
         for owner, name, by in replaced:
             original = getattr(owner, name)
             own = original if name in vars(owner) else None  # else inherited
@@ -245,8 +245,9 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.spans.stack[-1] in opaque or self._elsewhere():
                 return function(*args, **kwargs)
+            to_device = kind == "copy" and self.spans.stack[-1] not in WITHIN_MODELS and args[0].device.type == "cpu"
             begun = self.spans.clock()
-            result = self._timed(kind, function, args, kwargs)
+            result = (self._on_device if to_device else self._timed)(kind, function, args, kwargs)
             if self.recording and not (kind == "copy" and result is args[0]):  # it was there
                 noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
                 noted[0] += 1
@@ -277,19 +278,6 @@ class Hooks:
             if self.recording:
                 known[place:] = [_own_copy(value)]
             return value
-
-        return call
-
-    def _copying(self, function: Callable) -> Callable:
-        copied = self._noted("copy", function)
-
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = self.spans.stack[-1] in WITHIN_MODELS
-            if not self.marking or inner or tensor.device.type != "cpu" or self._elsewhere():
-                return copied(tensor, *args, **kwargs)
-            began, result = self.mark(), copied(tensor, *args, **kwargs)
-            self._events.append(("copy", began, self.mark()))
-            return result
 
         return call
 
@@ -404,20 +392,13 @@ class Hooks:
         if not training:
             return self._on_device("evaluation", function, args, kwargs)
         if not again:
-            self._seen(module, args, kwargs)
+            self._in_calls[id(module)] += length((args, kwargs))
+            self.called.add(id(module))
+            self.device = self.device or next((p.device for p in module.parameters()), None)
         output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
         if self.spans.stack[-1] == "prepare":
             self.spans.stack[:] = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return output
-
-    def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
-        """At each call: how many samples. At the first one: the device."""
-        self._in_calls[id(module)] += length((args, kwargs))
-        if id(module) in self.called:
-            return
-        self.called.add(id(module))
-        first = next(module.parameters(), None)
-        self.device = self.device or (None if first is None else first.device)
 
     @property
     def samples(self) -> int:
@@ -593,7 +574,6 @@ def describe(hooks: Hooks, profile: Profile) -> None:
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
         "ddp": len(ddp),
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
-        "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
         "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),

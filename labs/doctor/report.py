@@ -29,7 +29,6 @@ COLUMNS = 112
 SHOWN = 4  # Findings on the page: the largest problem, and three more
 SMALL, DIFFERENT = 0.005, 0.10
 """Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
-PROBLEMS = (WRONG, SLOW, RISK)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Report:
     @property
     def problems(self) -> list[Finding]:
         """What a healthy script doesn't have."""
-        return [f for f in self.findings if f.kind in PROBLEMS]
+        return [f for f in self.findings if f.kind in (WRONG, SLOW, RISK)]
 
 
 def group_of(profile: Profile) -> tuple[int, int]:
@@ -240,12 +239,9 @@ def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
 
 def html(report: Report) -> str:
     """One file that loads nothing. All text goes through `escape`: a script's stays text."""
-    values = {
-        "title": escape(headline(report)),
-        "command": escape(shlex.join(report.profiles[0].argv)) if report.profiles else "",
-        "text": escape(page(report, everything=True)),
-    }
-    return string.Template(TEMPLATE.read_text("utf-8")).substitute(values)
+    command = shlex.join(report.profiles[0].argv) if report.profiles else ""
+    texts = {"title": headline(report), "command": command, "text": page(report, everything=True)}
+    return string.Template(TEMPLATE.read_text("utf-8")).substitute({k: escape(text) for k, text in texts.items()})
 
 
 # JSON

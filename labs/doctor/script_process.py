@@ -22,13 +22,15 @@ from labs.doctor.profile import Profile, without_colours
 from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
 
-STOPS = 3  # So many times a script may catch what ends it, by `except:`; then it is ended without asking
 MOST_SAID = 300  # Characters of an error that are kept
 SAVE_S = 5.0  # Between two saves of rounds: a run that a signal ends loses no more
 
 
 class Enough(BaseException):
-    """All is measured. Raised out of an optimizer's step, so that what the script does in `finally` is done."""
+    """All is measured. Raised out of an optimizer's step, so that what the script does in `finally` is done.
+
+    A script that catches it, by `except:`, is ended by its supervisor.
+    """
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class ScriptProcess:
         settings.path("progress").write_bytes(b"%12d" % 0)
         with settings.path("progress").open("r+b") as file:
             self.progress = mmap.mmap(file.fileno(), 12)  # no call of the system in each step
-        self.pid, self.stops, self.saved = os.getpid(), 0, self.begun
+        self.pid, self.saved = os.getpid(), self.begun
         self.leave_at_once = os._exit
         self.hooks = self.plan = None
 
@@ -92,10 +94,7 @@ class ScriptProcess:
         try:
             self.plan.send(spans)
         except StopIteration:
-            self.stops += 1
             self.end("done")
-            if self.stops > STOPS:
-                self.leave_at_once(0)
             raise Enough from None
         if profile.stage != before or (profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
@@ -168,14 +167,12 @@ def after_torch(then: Callable[[], None]) -> None:
 
 
 def _in_one_line(error: BaseException, script: str) -> str:
-    """In one line, with the innermost line of the script's own folder."""
+    """In one line, with the innermost line of the script's own folder, if one has led there."""
     folder = os.path.dirname(os.path.realpath(script)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if os.path.realpath(f.filename).startswith(folder) and "-packages" not in f.filename]
     own = [f for f in own if os.path.dirname(f.filename) != os.path.dirname(__file__)]
-    where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (own or frames)[-1:]]
-    if isinstance(error, SyntaxError) and error.filename:
-        where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
+    where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in own[-1:]]
     said = " ".join(without_colours(f"{type(error).__name__}: {error}").split())
     return " ".join([said[:MOST_SAID], *(f"({w})" for w in where)])
 

@@ -79,16 +79,13 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
     """
     where = os.path.realpath(tempfile.gettempdir())
     where = where if len(os.fsencode(where)) <= LONGEST_PATH else "/tmp"
-    if place.local_ranks == 1:
-        folder = Path(tempfile.mkdtemp(prefix="labs-", dir=where))
-    else:
-        names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        parts = [place.start or str(os.getppid()), *(os.environ.get(n, "") for n in names)]
-        key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join(parts))
-        folder = Path(where, f"labs-{key.hex[:12]}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    parts = [place.start or str(os.getppid()), *(os.environ.get(n, "") for n in names)]
+    key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join(parts)) if place.local_ranks > 1 else uuid.uuid4()
+    folder = Path(where, f"labs-{key.hex[:12]}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
     supervise.join(folder, place.local_rank)
     mark = uuid.uuid4().hex
     watcher = supervise.start_watcher(folder, mark=mark, place=place.local_rank)
