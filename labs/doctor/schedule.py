@@ -46,8 +46,8 @@ def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Mode
         profile.stage = "warm-up"
         yield from _warm_up(hooks, ranks)
         profile.stage = "as it is"
-        profile.training["group"] = group()
         with usage.Usage(hooks, profile):
+            profile.training["group"] = group()
             yield from _as_it_is(hooks, profile, ranks, steps, EXTRA_SHARE * seconds)
         profile.stage = "in turn"
         if ranks.alone:
