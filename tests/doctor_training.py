@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from labs.doctor import hooks as hooks_module
-from labs.doctor.hooks import Hooks, describe
+from labs.doctor.hooks import Hooks
 from labs.doctor.profile import Profile
 from labs.doctor.schedule import plan
 
@@ -61,13 +61,10 @@ def look_at(training, modes, steps=3, seconds=60.0):
     facts = Profile("train.py", ["train.py"])
 
     def stepped(seconds):
-        stage = facts.stage
         try:
             plan_.send(seconds)
         except StopIteration:
             raise Done from None
-        if facts.stage == "as it is" != stage:
-            describe(hooks, facts)
 
     with hooked(stepped) as hooks:
         plan_ = plan(hooks, facts, steps, seconds, modes)

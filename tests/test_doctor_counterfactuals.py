@@ -2,7 +2,7 @@
 
 import random
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 
 import numpy
 import pytest
@@ -11,7 +11,7 @@ from doctor_training import classifier, data, forever, look_at
 from torch import nn
 
 from labs.doctor import schedule
-from labs.doctor.counterfactuals import MODES, Mode
+from labs.doctor.counterfactuals import MODES, why_not
 from labs.doctor.hooks import Hooks
 from labs.doctor.profile import AS_IS, Profile
 
@@ -46,20 +46,20 @@ def vandalised(hooks):
     torch.rand(5), random.random(), numpy.random.rand()
 
 
-VANDAL = Mode("vandal", lambda hooks, facts: "", vandalised)
+SAME_BATCH = {"same batch again": MODES["same batch again"]}
 
 
-def watched(mode, on):
+def watched(modes, on):
     """Says to the training whether its step is one of a counterfactual that is taken back."""
 
     @contextmanager
-    def applied(hooks):
-        on.append(mode.name)
-        with mode.applied(hooks):
+    def applied(mode, hooks):
+        on.append(mode)
+        with mode(hooks):
             yield
         on.clear()
 
-    return replace(mode, applied=applied)
+    return {name: partial(applied, mode) for name, mode in modes.items()}
 
 
 def sgd(parameters):
@@ -109,7 +109,7 @@ def test_steps_as_they_are_train_as_if_nothing_else_had_been(quick, make, dtype)
             if as_it_is:
                 losses.append(loss), batches.append((x.clone(), y.clone()))
 
-    facts = look_at(training, [watched(mode, on) for mode in (VANDAL, MODES[0])])
+    facts = look_at(training, watched({"vandal": vandalised, **SAME_BATCH}, on))
     assert set(facts.interleaved_s) == {AS_IS, "vandal", "same batch again"}
     assert len(losses) > 12
     alone = prepared()
@@ -134,7 +134,7 @@ def test_the_graph_of_a_loss_to_come_survives_what_is_put_back(quick, generator_
                 critic(images).square().mean().backward()
                 ours.step()
 
-    facts = look_at(training, [MODES[0]])
+    facts = look_at(training, SAME_BATCH)
     assert len(facts.interleaved_s) == 2
     assert facts.micro_batches == pytest.approx(1 + generator_every)  # backward passes of a step
 
@@ -161,18 +161,18 @@ def test_a_batch_that_the_script_takes_apart_is_whole_again_and_one_that_it_writ
             loss_of(model(x), y).backward()
             optimizer.step()
 
-    facts = look_at(training, [watched(MODES[0], on)])
+    facts = look_at(training, watched(SAME_BATCH, on))
     assert any(repeated for repeated, _ in sums) != writes
     assert ("writes into" in facts.not_tried.get("same batch again", "")) == writes
 
 
 def test_reasons_against_each(monkeypatch):
     hooks = Hooks("/x", lambda spans: None)
-    hooks.torch, hooks.called, hooks.device = torch, {1}, torch.device("cpu")
+    hooks.called, hooks.device = {1}, torch.device("cpu")
 
     def reason(mode, device="cpu", **training):
         facts = Profile("x", ["x"], device=device, training=training)
-        return mode.why_not(hooks, facts)
+        return why_not(mode, hooks, facts)
 
     same_batch, exchange, waits, buffers = MODES
     assert "DataLoader" in reason(same_batch) and "Distributed" in reason(exchange) and "no buffers" in reason(buffers)

@@ -161,7 +161,7 @@ def test_a_straggler_is_named_by_rank_and_the_exchange_is_without_it():
     assert late.gain.low <= 0.050 / 0.035 <= late.gain.high
     assert exchange.name == "exchange" and exchange.gain.low <= 0.050 / 0.045 <= exchange.gain.high
     alike = two_ranks((0.020, 0.020))
-    assert names(alike, SLOW, OPTION) == ["exchange"] and any("ranks: the slowest" in text for text in healthy(alike))
+    assert names(alike, SLOW, OPTION) == ["exchange"] and any("straggler: no gain" in text for text in healthy(alike))
 
 
 def test_ranks_that_hold_different_parts_of_the_model_are_not_late():

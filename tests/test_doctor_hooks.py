@@ -301,7 +301,7 @@ def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lin
     """A script may lie beside labs/, and its folder may be the one in which pip installs with --user."""
     root = Path(hooks_module.__file__).parents[2]
     hooks = Hooks(str(root), lambda seconds: None)
-    hooks.torch, hooks.recording = torch, True
+    hooks.recording = True
     hooks._noted("print", abs)(1)
     assert [(line.file, line.line) for line in hooks.noted_lines(1)] == [(__file__, here() - 1)]
     scope = {}

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-import doctor_training
 import pytest
 import torch
 from doctor_profiles import made
 from doctor_training import Clock, classifier, forever, look_at
 from test_doctor_hooks import loader_of
 
-from labs.doctor import estimated_gain, report
+from labs.doctor import estimated_gain, report, usage
 from labs.doctor.bottlenecks import SLOW, UNPRICED
 from labs.doctor.counterfactuals import MODES
 from labs.doctor.findings import find
@@ -30,7 +29,7 @@ class Device:
         self.clock, self.done_at = Clock(monkeypatch), 0.0
         monkeypatch.setattr(Hooks, "synchronise", lambda hooks: self.clock.sleep(self.left()))
         monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(self.clock.now + self.left()))
-        monkeypatch.setattr(doctor_training, "describe", self.describe)
+        monkeypatch.setattr(usage, "describe", self.describe)
 
     def left(self):
         return max(0.0, self.done_at - self.clock.now)
@@ -64,7 +63,7 @@ def test_a_loader_costs_what_the_device_does_not_hide(host_s, step_s, monkeypatc
             device.give(0.020)
             optimizer.step()
 
-    facts = look_at(training, [MODES[0]], steps=6)
+    facts = look_at(training, {"same batch again": MODES["same batch again"]}, steps=6)
     assert facts.step_s[1:] == pytest.approx([step_s] * 5), "from mark to mark: nobody waits between"
     assert {round(s, 4) for turn in facts.interleaved_s[AS_IS] for s in turn} == {step_s}
     assert estimated_gain.interleaved([facts], "same batch again").value == pytest.approx(step_s / 0.020)
@@ -108,7 +107,7 @@ def test_copies_are_named_by_the_gpus_clock_and_without_a_price():
 def test_what_is_between_forward_and_backward_is_the_loss(monkeypatch):
     """By the device's clock, as copies to it are: what is left of a step may be a wait for the host."""
     hooks, clock = Hooks("/x", lambda seconds: None), [0.0]
-    hooks.torch, hooks.recording = torch, True
+    hooks.device, hooks.recording = torch.device("cuda"), True
     monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(clock[0]))
 
     def takes(seconds):

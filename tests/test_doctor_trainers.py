@@ -38,11 +38,11 @@ def test_whose_loop_it_is_is_seen_at_a_step(modules, trainer):
     run = lambda: training(rows(batch_size=8))  # noqa: E731
     for module in reversed(modules):
         run = within(module, run)
-    assert look_at(run, [], steps=1).training["trainer"] == trainer
+    assert look_at(run, {}, steps=1).training["trainer"] == trainer
 
 
 def test_a_batch_samplers_size_is_the_batch_and_a_list_of_batches_has_none():
     sampler = BatchSampler(SequentialSampler(range(64)), 8, drop_last=False)
-    assert look_at(lambda: training(rows(batch_sampler=sampler)), [], steps=1).loader.batch_size == 8
+    assert look_at(lambda: training(rows(batch_sampler=sampler)), {}, steps=1).loader.batch_size == 8
     listed = [[0, 1, 2], [3, 4]]
-    assert look_at(lambda: training(rows(batch_sampler=listed)), [], steps=1).loader.batch_size is None
+    assert look_at(lambda: training(rows(batch_sampler=listed)), {}, steps=1).loader.batch_size is None

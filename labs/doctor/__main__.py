@@ -21,17 +21,14 @@ and reports what is known. No process is left. docs/DOCTOR.md lists what is not 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
-import time
-import typing
-from contextlib import suppress
 from pathlib import Path
 
 from labs.doctor import static_rules, supervisor
 from labs.doctor.bottlenecks import Match
 from labs.doctor.profile import Profile
-from labs.doctor.supervisor import FIRST_S, LEAST_S, TIMES_LONGEST
 from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, naming, require
@@ -51,12 +48,11 @@ def options(args: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = _refuse
+    parser.error = functools.partial(fail, PROG)
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are measured as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for trying fixes, on top (default 40; 0: none)")
-    limits = f"{FIRST_S:g} for the first step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least"
-    add("--timeout", type=float, help=f"seconds without a step, then it is ended (default: {limits})")
+    add("--timeout", type=float, default=900.0, help="seconds without a step, then it is ended (default 900)")
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before a fix")
     add("--copy", action="store_true", help="run a copy of this folder: what the script writes below it is removed")
@@ -65,8 +61,7 @@ def options(args: list[str]) -> argparse.Namespace:
     given, given.argv, given.module = as_main.parse(parser, args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     for name, least in (("seconds", 0), ("timeout", 1)):
-        value = getattr(given, name)
-        require(value is None or least <= value < float("inf"), f"--{name} must be a number from {least} on")
+        require(least <= getattr(given, name) < float("inf"), f"--{name} must be a number from {least} on")
     script, given.out = Path(given.argv[0]), given.out.absolute()
     require(script.is_file() and os.access(script, os.R_OK), f"there is no script {script}")
     require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")
@@ -76,7 +71,8 @@ def options(args: list[str]) -> argparse.Namespace:
         from labs.doctor import report  # imports torch
 
         with naming("--compare"):
-            report.load(given.compare)
+            given.compare = report.load(given.compare)
+            require(bool(given.compare.seen), "that run has measured no steps: there is nothing to compare")
     if given.copy:
         given.argv[0] = _script_below(Path.cwd(), given.argv[0])
     return given
@@ -94,15 +90,6 @@ def _script_below(folder: Path, script: str) -> str:
     return path
 
 
-def _refuse(message: str) -> typing.NoReturn:
-    """By one rank of each machine."""
-    with suppress(BadInput):
-        if Place.of(os.environ, one_machine=False).local_rank:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
-            sys.exit(2)
-    fail(PROG, message)
-
-
 def print_report(profiles: list[Profile], given: argparse.Namespace, machine: int, matches: list[Match]) -> None:
     """Print the page, and write the report."""
     from labs.doctor import compare, report
@@ -111,27 +98,15 @@ def print_report(profiles: list[Profile], given: argparse.Namespace, machine: in
     out = given.out if machine == 0 else given.out.with_name(f"{given.out.name}-machine-{machine}")
     if len(profiles) == 1 and (rank := report.group_of(profiles[0])[0]) != profiles[0].rank:  # only the script knows it
         out = given.out.with_name(f"{given.out.name}-rank-{rank}")
-    lines = [report.page(found, given.all), *last_words(profiles)]
-    if given.compare is not None:
-        try:
-            lines.append(compare.page(report.load(given.compare), found))
-        except BadInput as e:
-            lines.append(f"not compared: {e}")
+    lines = [report.page(found, given.all)]
+    if given.compare is not None and found.seen:
+        lines.append(compare.page(given.compare, found))
     try:  # before it is printed: who reads that may leave early
         lines.append("report: " + ", ".join(map(str, report.save(found, out))))
     except OSError as e:
         lines.append(f"could not write to {out} ({e.strerror}): this page is all there is")
     with closed_pipe_is_no_error():
         print("\n".join(lines))
-
-
-def last_words(profiles: list[Profile]) -> list[str]:
-    """What a script that did not come to its end had printed."""
-    lines = []
-    for f in profiles:
-        if f.output:
-            lines += [f"LAST LINES OF ITS OUTPUT (RANK {f.rank})", *(f"  {line}" for line in f.output), ""]
-    return lines
 
 
 def main() -> None:
@@ -142,7 +117,7 @@ def main() -> None:
         matches = [] if place.local_rank else static_rules.check(Path(given.argv[0]))
         profiles = supervisor.examine(given, place, lambda found: print_report(found, given, place.machine, matches))
     except BadInput as e:
-        _refuse(str(e))
+        fail(PROG, str(e))
     sys.exit(0 if any(f.step_s for f in profiles) else 1)
 
 

@@ -27,9 +27,7 @@ class Bottleneck:
     notebook: str
     mode: str = ""  # The counterfactual that takes it away
     part: str = ""  # Kind of the spans that would be gone, and of the lines that show it
-    calls: (
-        tuple[str, ...] | list[str]
-    ) = ()  # Names whose first call in the script is the line to change, where no line was noted
+    calls: Sequence[str] = ()  # Names whose first call in the script is the line to change, where no line was noted
 
 
 BOTTLENECKS = tuple(Bottleneck(name, **row) for name, row in TEXTS["bottleneck"].items())

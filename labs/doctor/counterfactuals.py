@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -14,34 +13,28 @@ from labs.doctor.profile import Profile
 from labs.kit import _compat
 
 
-@dataclass(frozen=True)
-class Mode:
-    """A way to take a step."""
-
-    name: str
-    why_not: Callable[[Hooks, Profile], str]  # Why it cannot be tried or would show nothing; "" if it can
-    applied: Callable[[Hooks], AbstractContextManager]  # Steps within are taken so
-
-
-def _why_not_same_batch(hooks: Hooks, profile: Profile) -> str:
-    if hooks.loader is None:
-        return "its data comes from no DataLoader"
-    return "the script writes into its batches" if hooks.writes_batches else ""
-
-
-def _why_not_without_waits(hooks: Hooks, profile: Profile) -> str:
-    if profile.device == "cpu":
-        return "only what is on a GPU is waited for"
-    waits = any(line.kind == "synchronise" for line in profile.lines)
-    return "" if waits else "no line of the script waits for a value of the device"
-
-
-def _why_not_without_exchange(hooks: Hooks, profile: Profile) -> str:
-    if any(_compat.reduces_in_python(m) or _compat.delays_all(m) for m in hooks.ddp):
-        return "its gradients are exchanged by compiled code"
-    if not hooks.ddp:
-        return "there is no DistributedDataParallel"
-    return "" if torch.distributed.get_world_size() > 1 else "there is one rank"
+def why_not(mode: str, hooks: Hooks, profile: Profile) -> str:
+    """Why it cannot be tried or would show nothing; "" if it can."""
+    one_rank = bool(hooks.ddp) and torch.distributed.get_world_size() == 1
+    reasons = {
+        "same batch again": {
+            "its data comes from no DataLoader": hooks.loader is None,
+            "the script writes into its batches": hooks.writes_batches,
+        },
+        "no exchange": {
+            "its gradients are exchanged by compiled code": any(
+                _compat.reduces_in_python(m) or _compat.delays_all(m) for m in hooks.ddp
+            ),
+            "there is no DistributedDataParallel": not hooks.ddp,
+            "there is one rank": one_rank,
+        },
+        "no waiting line": {
+            "only what is on a GPU is waited for": profile.device == "cpu",
+            "no line of the script waits for a value": all(line.kind != "synchronise" for line in profile.lines),
+        },
+        "no buffer broadcast": {"DDP sends no buffers": not profile.training.get("buffers"), "one rank": one_rank},
+    }
+    return next((why for why, holds in reasons.get(mode, {}).items() if holds), "")
 
 
 @contextmanager
@@ -64,12 +57,6 @@ def _no_exchange(hooks: Hooks) -> Iterator[None]:
             ddp.require_backward_grad_sync = on
 
 
-def _why_not_without_buffers(hooks: Hooks, profile: Profile) -> str:
-    if not profile.training.get("buffers"):
-        return "DDP sends no buffers"
-    return "" if torch.distributed.get_world_size() > 1 else "there is one rank"
-
-
 @contextmanager
 def _no_buffers(hooks: Hooks) -> Iterator[None]:
     with ExitStack() as stack:
@@ -78,12 +65,12 @@ def _no_buffers(hooks: Hooks) -> Iterator[None]:
         yield
 
 
-MODES = (
-    Mode("same batch again", _why_not_same_batch, lambda hooks: patch.multiple(hooks, same_batch=True)),
-    # After it, the first forward still broadcasts buffers
-    Mode("no exchange", _why_not_without_exchange, _no_exchange),
+Modes = Mapping[str, Callable[[Hooks], AbstractContextManager]]  # By name: steps within it are taken so
+MODES: Modes = {
+    "same batch again": lambda hooks: patch.multiple(hooks, same_batch=True),
+    "no exchange": _no_exchange,  # after it, the first forward still broadcasts buffers
     # What the host doesn't wait for here it may wait for later: at the next line, or in the optimizer's step
-    Mode("no waiting line", _why_not_without_waits, lambda hooks: patch.multiple(hooks, known_values=True)),
-    Mode("no buffer broadcast", _why_not_without_buffers, _no_buffers),
-)
+    "no waiting line": lambda hooks: patch.multiple(hooks, known_values=True),
+    "no buffer broadcast": _no_buffers,
+}
 """In the order in which they are tried. If the time is short, the last ones are left out."""

@@ -162,16 +162,16 @@ def standing(gain: Estimate, worth: float = WORTH) -> str:
     return "fine" if enough(gain) and gain.high < FINE else "unclear"
 
 
-def growth(series: Sequence[float], unit: str, at: Sequence[float] = ()) -> Estimate | None:
+def growth(series: Sequence[float], unit: str, at: Sequence[float]) -> Estimate | None:
     """By how much a series grows per step, from medians of blocks of it. None if it is too short to tell.
 
-    `at`: the steps at which it was taken, if not at each.
+    `at`: the steps at which it was taken.
     What grows by itself goes on in each block; what settles, or jumps once, does not: then the interval holds 0.
     """
     size = len(series) // BLOCKS
     if not size:
         return None
-    both = [values[len(series) - size * BLOCKS :] for values in (series, at or range(len(series)))]
+    both = [values[len(series) - size * BLOCKS :] for values in (series, at)]
     blocks = ([statistics.median(of[i : i + size]) for i in range(0, len(of), size)] for of in both)
     grown, steps = ([b - a for a, b in itertools.pairwise(of)] for of in blocks)
     return estimate([g / n for g, n in zip(grown, steps, strict=True)], unit, resamples=RESAMPLES)

@@ -12,13 +12,11 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import (
-    BOTTLENECKS,
     BY_NAME,
     KINDS,
     OPTION,
@@ -33,8 +31,9 @@ from labs.doctor.bottlenecks import (
 )
 from labs.doctor.estimated_gain import part_s, standing
 from labs.doctor.probes import merge
+from labs.doctor.probes.scene import name_in, parsed
 from labs.doctor.profile import KINDS as SPANS
-from labs.doctor.profile import Profile, not_reached, rare_kinds, share_of_steps
+from labs.doctor.profile import Profile, rare_kinds, share_of_steps
 from labs.kit.measure import Estimate
 
 INTERLEAVED, FROM_PARTS, BY_READING = "steps measured in turn", "from the step's parts", "read in the source"
@@ -80,19 +79,8 @@ def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Fin
         Finding(m.probe, m.what, None, m.where, m.fix, m.notebook, by, WRONG if m.wrong else RISK, tuple(m.also))
         for m, by in seen
     ]
-    found += [_for_its_trainer(f, ranks[0]) for f in _slow(ranks)] if ranks else []
-    return sorted(found, key=_severity)
-
-
-def _severity(finding: Finding) -> tuple[int, float, float]:
-    low, value = (finding.gain.low, finding.gain.value) if finding.gain else (0.0, 0.0)
-    return KINDS.index(finding.kind), -low, -value
-
-
-def _for_its_trainer(finding: Finding, profile: Profile) -> Finding:
-    little = finding.kind == SLOW and finding.gain is not None and finding.gain.value < SLOW_FROM
-    fix = finding.fix + option(profile.training.get("trainer", ""), finding.name)
-    return replace(finding, kind=OPTION if little else finding.kind, fix=fix)
+    found += _slow(ranks) if ranks else []
+    return sorted(found, key=lambda f: (KINDS.index(f.kind), -f.gain.low if f.gain else 0.0))
 
 
 def with_steps(profiles: Sequence[Profile]) -> list[Profile]:
@@ -108,9 +96,10 @@ class Price:
     """What a fix of a bottleneck would give, how that is known, and of which rank."""
 
     bottleneck: Bottleneck
-    gain: Estimate
+    gain: Estimate | None
     by: str
     profile: Profile
+    words: dict[str, Any] = field(default_factory=dict)  # Besides those of `_words`, and `where`
 
     @property
     def standing(self) -> str:
@@ -120,7 +109,9 @@ class Price:
 
 def prices(ranks: Sequence[Profile]) -> Iterator[Price]:
     """Of each bottleneck that this run has tried, or whose part of the step it has seen."""
-    for bottleneck in BOTTLENECKS:
+    if late := _lateness(ranks):
+        yield late
+    for bottleneck in BY_NAME.values():
         if bottleneck.name == "exchange" and (ranks[0].ranks == 1 or gains.split(ranks)):
             continue  # they wait for each other by design
         parted, most = gains.from_parts(ranks, bottleneck.part) if bottleneck.part else (None, ranks[0])
@@ -152,32 +143,24 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
             small_model = price.gain.value < (ROWS_FROM if price.profile.device == "cpu" else ROWS_FROM_ON_GPU)
             needed = price.by == INTERLEAVED and not needless_exchange(price.profile)  # by ranks that train one model
             healthy_has = {"rows_one_by_one": small_model, "exchange": needed}.get(price.bottleneck.name, False)
-            kind = OPTION if healthy_has else SLOW
-            yield _finding(price.bottleneck, price.profile, ranks, price.gain, price.by, kind)
+            yield _finding(price, ranks, OPTION if healthy_has else SLOW)
     known = {price.bottleneck.name for price in priced if price.standing != "unclear"}
     yield from _switched_on(ranks, known)
     yield from _restarts(ranks)
-    yield from _straggler(ranks)
     yield from _own_code(ranks)
     yield from _growing(ranks)
     yield from _recompiles(ranks)
     yield from _copies(ranks)
 
 
-def _finding(
-    bottleneck: Bottleneck,
-    of: Profile,
-    ranks: Sequence[Profile],
-    gain: Estimate | None,
-    by: str,
-    kind: str = SLOW,
-    **more: Any,
-) -> Finding:
-    """Fill in the row of the table. `more`: words besides those of `_words`, and `where`."""
-    words = {**_words(bottleneck, ranks, of), **more}
-    where = words.pop("where", "") or _where(of, bottleneck)
-    what, fix = bottleneck.what.format(**words), bottleneck.fix.format(**words)
-    return Finding(bottleneck.name, what, gain, where, fix, bottleneck.notebook, by, kind)
+def _finding(price: Price, ranks: Sequence[Profile], kind: str = SLOW) -> Finding:
+    """Fill in the row of the table."""
+    row, gain = price.bottleneck, price.gain
+    words = _words(row, ranks, price.profile) | price.words
+    where = words.pop("where", "") or _where(price.profile, row)
+    fix = row.fix.format(**words) + option(ranks[0].training.get("trainer", ""), row.name)
+    kind = OPTION if kind == SLOW and gain and gain.value < SLOW_FROM else kind
+    return Finding(row.name, row.what.format(**words), gain, where, fix, row.notebook, price.by, kind)
 
 
 def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dict[str, Any]:
@@ -195,7 +178,6 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
         "dataset": loader.dataset if loader else "",
         "batch": (loader and loader.batch_size) or "its size",
         "by_batch": ms(_by_batch_s(of)),
-        "exchange_fix": _exchange_fix(of),
         "exposed": ms(max(exposed, part_s(of, "exchange"))),
         "buffers": of.training.get("buffers", 0),
         "threads": of.machine.get("threads", 0),
@@ -218,14 +200,7 @@ def needless_exchange(profile: Profile) -> bool:
     of = profile.training
     bucket = of.get("bucket_bytes") or math.inf
     small = bucket < SMALL_BUCKET and 4 * of.get("parameters", 0) / bucket > MANY_BUCKETS
-    return bool(of.get("exchanges", 1) > 1 or small or of.get("sync_batchnorm"))
-
-
-def _exchange_fix(profile: Profile) -> str:
-    if profile.micro_batches > 1 and profile.training.get("exchanges", profile.micro_batches) > 1:
-        return "with model.no_sync(): for all micro-batches but the last one"
-    buckets = "buckets of 25 MB, " if profile.training.get("bucket_bytes", 0) < SMALL_BUCKET else ""
-    return f"exchange less, or less often: larger batches per rank, {buckets}nothing that DDP has done already"
+    return of.get("exchanges", 1) > 1 or small
 
 
 # Where it stands in the source
@@ -245,12 +220,8 @@ def _noted(profile: Profile, *kinds: str) -> str:
 
 def _called(script: str, names: Sequence[str]) -> str:
     """First line of the script that calls one of these names, as "file:line  code"; "" if none does."""
-    try:
-        tree = ast.parse(Path(script).read_bytes()) if names else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call))
-    lines = [n.lineno for n in calls if (getattr(n.func, "attr", "") or getattr(n.func, "id", "")) in names]
+    calls = (n for n in ast.walk(parsed(script)) if isinstance(n, ast.Call))
+    lines = [n.lineno for n in calls if name_in(n.func) in names]
     if not lines:
         return ""
     return f"{os.path.basename(script)}:{min(lines)}  {linecache.getline(script, min(lines)).strip()}"
@@ -263,7 +234,7 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
     """What the running training has, and no measurement has priced."""
     f = ranks[0]
     starved = f.device_s and idle_share(f) > IDLE_FROM and not known & {"slow_loader", "rows_one_by_one"}
-    not_half, threads = not f.training.get("autocast"), f.machine.get("threads", 1)
+    threads = f.machine.get("threads", 1)
     kinds = {
         "anomaly": f.training.get("anomaly") and SLOW,
         "float64": "float64" in f.training.get("dtypes", ()) and SLOW,
@@ -271,39 +242,28 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
         "find_unused": f.training.get("find_unused_parameters") and UNPRICED,  # it may be needed
         "exchange": len(ranks) > 1 and needless_exchange(f) and not gains.split(ranks) and UNPRICED,
         "python_overhead": starved and OPTION,
-        "half_precision": f.device == "cuda" and f.training.get("dtypes") == ["float32"] and not_half and OPTION,
     }
     for name, kind in kinds.items():
         if kind and name not in known:
-            yield _finding(BY_NAME[name], f, ranks, None, SEEN, kind)
+            yield _finding(Price(BY_NAME[name], None, SEEN, f), ranks, kind)
 
 
 def _restarts(ranks: Sequence[Profile]) -> Iterator[Finding]:
     """By how much the steps that begin an epoch, and start its workers, are longer than the others."""
     of = max(ranks, key=lambda f: len(f.restarts))
     longer = gains.longer_s(of.step_s, of.restarts)
-    gain = gains.without(of.step_s, longer)
-    if of.restarts and of.loader and standing(gain, gains.WORTH_BY_PARTS) == "gain":
+    price = Price(BY_NAME["workers_restart"], gains.without(of.step_s, longer), FROM_PARTS, of)
+    if of.restarts and of.loader and price.standing == "gain":
         n = len(of.restarts)
         words = {"workers": of.loader.workers, "restarts": n, "each": ms(sum(longer) / n)}
-        yield _finding(BY_NAME["workers_restart"], of, ranks, gain, FROM_PARTS, **words)
+        yield _finding(replace(price, words=words), ranks)
 
 
-@dataclass(frozen=True)
-class Late:
-    """The slowest rank of several."""
+def _lateness(ranks: Sequence[Profile]) -> Price | None:
+    """Of the slowest rank of several: if it were as fast as the next one.
 
-    profile: Profile
-    own_s: float  # Of its step, without waiting for others
-    ratio: Estimate  # To the slowest of the others
-    gain: Estimate  # If it were as fast as that one
-    by: str
-
-
-def lateness(ranks: Sequence[Profile]) -> Late | None:
-    """By steps without exchange, or by the parts of a step in which nobody waits, whichever is less noisy.
-
-    None where ranks wait by design, or neither is known.
+    By steps without exchange, or by the parts of a step in which nobody waits, whichever is less noisy. None where
+    ranks wait by design, or neither is known.
     """
     if len(ranks) < 2 or gains.split(ranks):
         return None
@@ -322,23 +282,18 @@ def _outside_of_waits(ranks: Sequence[Profile]) -> list[tuple[float, list[float]
     return [(max(f.step_s[i] for f in ranks), own[i]) for i in range(steps)]
 
 
-def _late(ranks: Sequence[Profile], taken: list[tuple[float, list[float]]], by: str) -> Late:
+def _late(ranks: Sequence[Profile], taken: list[tuple[float, list[float]]], by: str) -> Price:
     slow = max(range(len(ranks)), key=lambda r: statistics.median([own[r] for _, own in taken]))
     both = [(job, own[slow], max(s for r, s in enumerate(own) if r != slow)) for job, own in taken]
     ratios = [a / b for _, a, b in both if b > 0] or [1.0]
     less = [job / (job - min(max(0.0, a - b), 0.99 * job)) for job, a, b in both]
     ratio, gain = (gains.of_ratios(of, gains.looks(ranks)) for of in (ratios, less))
-    return Late(ranks[slow], statistics.median([a for _, a, _ in both]), ratio, gain, by)
-
-
-def _straggler(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    late = lateness(ranks)
-    if late is not None and standing(late.gain) == "gain":
-        of, others = late.profile, [f for f in ranks if f is not late.profile]
-        kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
-        longer = "what its device computes" if kind == "device" else PARTS[kind]
-        words = {"own": ms(late.own_s), "ratio": late.ratio, "longer": longer, "where": _noted(of, kind)}
-        yield _finding(BY_NAME["straggler"], of, ranks, late.gain, late.by, **words)
+    of, others = ranks[slow], [f for f in ranks if f is not ranks[slow]]
+    kind = max(of.spans_s, key=lambda k: part_s(of, k) - max(part_s(f, k) for f in others))
+    longer = "what its device computes" if kind == "device" else PARTS[kind]
+    own = ms(statistics.median([a for _, a, _ in both]))
+    words = {"own": own, "ratio": ratio, "longer": longer, "where": _noted(of, kind)}
+    return Price(BY_NAME["straggler"], gain, by, of, words)
 
 
 def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
@@ -352,12 +307,11 @@ def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
     if standing(gain) != "gain" or gain.low < OWN_CODE or not of.training.get("forward_seen", True):
         return  # without a forward, most of these lines may be the model
     noted = next((n for n in of.lines if n.kind in OWN and n.line), None)
-    words = {"own": ms(own_s), "line": f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""}
-    finding = _finding(BY_NAME["own_code"], of, ranks, gain, FROM_PARTS, where=_noted(of, *OWN), **words)
-    if of.device != "cpu":
-        what = f"{finding.what}; the device may work meanwhile, and then it costs nothing"
-        finding = replace(finding, what=what, gain=None, kind=UNPRICED)
-    yield finding
+    line = f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""
+    words = {"own": ms(own_s), "line": line, "where": _noted(of, *OWN)}
+    priced = of.device == "cpu"  # a GPU may work meanwhile, and then it costs nothing
+    price = Price(BY_NAME["own_code"], gain if priced else None, FROM_PARTS, of, words)
+    yield _finding(price, ranks, SLOW if priced else UNPRICED)
 
 
 def own_lines_s(profile: Profile) -> float:
@@ -372,7 +326,8 @@ def _growing(ranks: Sequence[Profile]) -> Iterator[Finding]:
         if gains.enough(grows) and grows.low > 0 and free / grows.low <= LONG_TRAINING:
             tensors, bytes_ = f.memory.get("tensors_growth", 1.0), f.memory.get("tensor_bytes_growth", 0.0)
             if tensors >= ONE_IN_TWO or bytes_ >= OF_TENSORS * grows.low:  # else the C library may keep memory
-                yield _finding(BY_NAME["growing"], f, ranks, None, SEEN, RISK, grows=grows, last=free / grows.value)
+                words = {"grows": grows, "last": free / grows.value}
+                yield _finding(Price(BY_NAME["growing"], None, SEEN, f, words), ranks, RISK)
                 return
 
 
@@ -392,19 +347,17 @@ def _recompiles(ranks: Sequence[Profile]) -> Iterator[Finding]:
     gain = gains.without(f.step_s, longer)
     slow = len(at) >= GOES_ON and at[-1] - at[0] >= len(f.step_s) / 2 and standing(gain) == "gain"
     words = {"graphs": sum(f.compiles), "at": len(at), "took": ms(sum(longer))}
-    kind = SLOW if slow else UNPRICED
-    yield _finding(BY_NAME["recompiles"], f, ranks, gain if slow else None, FROM_PARTS, kind, **words)
+    price = Price(BY_NAME["recompiles"], gain if slow else None, FROM_PARTS, f, words)
+    yield _finding(price, ranks, SLOW if slow else UNPRICED)
 
 
 def _copies(ranks: Sequence[Profile]) -> Iterator[Finding]:
     """To a GPU, by its clock: whether a kernel ran beside them isn't known."""
     of = max(ranks, key=lambda f: f.device_s.get("copy", [0.0]))
     [took] = of.device_s.get("copy", [0.0])
-    if (
-        _noted(of, "copy")
-        and standing(gains.without(of.step_s, [took] * len(of.step_s)), gains.WORTH_BY_PARTS) == "gain"
-    ):
-        yield _finding(BY_NAME["copies"], of, ranks, None, FROM_PARTS, UNPRICED, part=ms(took))
+    gain = gains.without(of.step_s, [took] * len(of.step_s))
+    if _noted(of, "copy") and standing(gain, gains.WORTH_BY_PARTS) == "gain":
+        yield _finding(Price(BY_NAME["copies"], None, FROM_PARTS, of, {"part": ms(took)}), ranks, UNPRICED)
 
 
 # What is fine, and what isn't known
@@ -415,41 +368,25 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
     if not (ranks := with_steps(profiles)):
         return []
     fine = [p for p in prices(ranks) if p.standing == "fine"]
-    texts = [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
-    late = lateness(ranks)
-    if late is not None and standing(late.gain) == "fine":
-        texts.append(f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own")
-    return texts
+    return [f"{p.bottleneck.mode or p.bottleneck.name}: no gain that this run can show ({p.gain})" for p in fine]
 
 
 def unknown(profiles: Sequence[Profile]) -> list[str]:
     """What this run can't say, what wasn't tried and why."""
-    ranks = with_steps(profiles)
-    texts = list(_unclear(ranks)) if ranks else []
-    texts += [*(text for f in profiles for text in f.unseen), *_not_tried(profiles)]
-    return list(dict.fromkeys([*texts, *([NOT_DETECTED] if ranks else [])]))
-
-
-def _unclear(ranks: Sequence[Profile]) -> Iterator[str]:
-    first, late = ranks[0], lateness(ranks)
+    texts = list(dict.fromkeys(text for f in profiles for text in f.unseen))
+    if not (ranks := with_steps(profiles)):
+        return texts
     noisy = [f"{p.bottleneck.mode or p.bottleneck.name} {p.gain}" for p in prices(ranks) if p.standing == "unclear"]
-    if late is not None and standing(late.gain) == "unclear":
-        noisy.append(f"ranks as fast as each other {late.gain}")
     if noisy:
-        yield f"too few or too unsteady steps to say what these give (--seconds S is longer): {', '.join(noisy)}"
+        texts.append(f"too few or too unsteady steps to say what these give (try --seconds S): {', '.join(noisy)}")
     if gains.split(ranks):
-        yield "whether a rank is late: ranks hold different parts of the model, or weights of their own"
-    if models := sum(n.ms for n in first.lines if n.kind == "model"):
+        texts.append("whether a rank is late: ranks hold different parts of the model, or weights of their own")
+    if models := sum(n.ms for n in ranks[0].lines if n.kind == "model"):
         took, part = ms(models / 1e3), PARTS["prepare"]
-        yield f"what models cost that no optimizer trains, or whose forward() is called by name: {took} of '{part}'"
-
-
-def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
-    for f in profiles[:1]:
-        ended = f"the run ended after {count(f.steps, 'step')}: let it train longer"
-        left = dict.fromkeys(not_reached(f), ended) if f.step_s else {}
-        if why := f.not_tried | left:
-            yield "not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items())
+        texts.append(f"what frozen models cost, and those whose forward() is called by name: {took} of '{part}'")
+    if why := ranks[0].not_tried:
+        texts.append("not tried: " + "; ".join(f"{mode} ({reason})" for mode, reason in why.items()))
+    return [*texts, NOT_DETECTED]
 
 
 # Words
@@ -458,8 +395,3 @@ def _not_tried(profiles: Sequence[Profile]) -> Iterator[str]:
 def ms(seconds: float) -> str:
     """0.0123 -> "12.3 ms", in the unit that fits."""
     return str(Estimate(seconds, seconds, seconds, 1, "s")).split(" [")[0]
-
-
-def count(n: float, noun: str) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{n:g} {noun}{'' if n == 1 else 's'}"

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from labs.doctor.bottlenecks import PARTS, TRAINERS
-from labs.doctor.probes.scene import OwnLines, callers, local, replacement
+from labs.doctor.probes.scene import OwnLines, callers, local, replacement, tensors_in
 from labs.doctor.profile import KINDS, Line, Loader, Profile
 from labs.doctor.rows import by_batch_ms, whole
 from labs.kit import _compat
@@ -81,18 +81,14 @@ class Spans:
 
     def enter(self, kind: str) -> None:
         """From here on time is of this kind."""
-        now = time.perf_counter()  # as in `cut`, without a call: it's done some 20 times in each step
-        self.seconds[self.stack[-1]] += now - self.since
-        self.since = now
+        self.cut()
         self.stack.append(kind)
 
     def leave(self) -> None:
         """Back to what was before."""
-        now, stack = time.perf_counter(), self.stack
-        self.seconds[stack[-1]] += now - self.since
-        self.since = now
-        if len(stack) > 1:
-            stack.pop()
+        self.cut()
+        if len(self.stack) > 1:
+            self.stack.pop()
 
 
 @dataclass(eq=False)
@@ -133,7 +129,6 @@ class Hooks:
         self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
         self.called: set[int] = set()  # Roots that were called with gradients
         self.forwards: set[types.CodeType] = set()  # Of all modules with parameters: what runs in one is a model
-        self.autocast = ""  # Its format
         self.loader: Any = None  # The DataLoader that batches of the training came from; of several, the last
         self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
@@ -174,14 +169,13 @@ class Hooks:
         calls += [(_compat.LoaderIterator, "__init__", self._making), (_compat.LoaderIterator, "__next__", self._next)]
         noted = [(of, "synchronize", "synchronise") for of in (torch.cuda, torch.xpu, torch.mps, torch.accelerator)]
         noted += [(torch, "save", "save"), (builtins, "print", "print")]
+        noted += [(torch.Tensor, name, "copy") for name in COPIES]
         dist = torch.distributed
         if dist.is_available():
-            noted += [(dist, name, "exchange") for name in COLLECTIVES]
+            noted += [(dist, name, "exchange") for name in COLLECTIVES] + [(dist.Work, "wait", "exchange")]
         replaced = [(owner, name, functools.partial(replacement, by)) for owner, name, by in calls]
         replaced += [(owner, name, functools.partial(self._noted, kind)) for owner, name, kind in noted]
         replaced += [(torch.Tensor, name, self._waiting) for name in WAITS]
-        replaced += [(torch.Tensor, name, self._copying) for name in COPIES]
-        replaced += [(dist.Work, "wait", self._waiting_for_ranks)] if dist.is_available() else []
         for owner, name, by in replaced:
             original = getattr(owner, name)
             own = original if name in vars(owner) else None  # else inherited
@@ -246,28 +240,19 @@ class Hooks:
     def _noted(self, kind: str, function: Callable) -> Callable:
         """Time is of `kind`, and the line of the script that calls is noted."""
         name = function.__name__
+        opaque = WITHIN_MODELS if name == "wait" else OPAQUE  # FSDP waits for ranks within a model, by its design
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.spans.stack[-1] in OPAQUE or self._elsewhere():
+            if self.spans.stack[-1] in opaque or self._elsewhere():
                 return function(*args, **kwargs)
-            begun, result = self.spans.clock(), None
-            try:
-                result = self._timed(kind, function, args, kwargs)
-                return result
-            finally:
-                if self.recording and not (kind == "copy" and result is args[0]):  # it was there
-                    noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
-                    noted[0] += 1
-                    noted[1] += self.spans.clock() - begun
-
-        return call
-
-    def _waiting_for_ranks(self, function: Callable) -> Callable:
-        """Within forward and backward it is the model that waits, of FSDP for instance: part of them, by its design."""
-        noted = self._noted("exchange", function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if self.spans.stack[-1] in ("forward", "backward") else noted)(*args, **kwargs)
+            to_device = kind == "copy" and self.spans.stack[-1] not in WITHIN_MODELS and args[0].device.type == "cpu"
+            begun = self.spans.clock()
+            result = (self._on_device if to_device else self._timed)(kind, function, args, kwargs)
+            if self.recording and not (kind == "copy" and result is args[0]):  # it was there
+                noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
+                noted[0] += 1
+                noted[1] += self.spans.clock() - begun
+            return result
 
         return call
 
@@ -293,19 +278,6 @@ class Hooks:
             if self.recording:
                 known[place:] = [_own_copy(value)]
             return value
-
-        return call
-
-    def _copying(self, function: Callable) -> Callable:
-        copied = self._noted("copy", function)
-
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = self.spans.stack[-1] in WITHIN_MODELS
-            if not self.marking or inner or tensor.device.type != "cpu" or self._elsewhere():
-                return copied(tensor, *args, **kwargs)
-            began, result = self.mark(), copied(tensor, *args, **kwargs)
-            self._events.append(("copy", began, self.mark()))
-            return result
 
         return call
 
@@ -338,10 +310,9 @@ class Hooks:
         began = self.mark()
         if kind == "backward" and self._events and self._events[-1][0] == "forward":
             self._events.append(("loss", self._events[-1][2], began))
-        try:
-            return self._timed(kind, function, args, kwargs)
-        finally:
-            self._events.append((kind, began, self.mark()))
+        result = self._timed(kind, function, args, kwargs)
+        self._events.append((kind, began, self.mark()))
+        return result
 
     # Data
 
@@ -380,13 +351,7 @@ class Hooks:
         return batch
 
     def _versions(self, batch: Any) -> list[int]:
-        return [_compat.times_written(t) for t in self._leaves(batch)]
-
-    def _leaves(self, tree: Any) -> list[Any]:
-        if type(tree) in (list, tuple):
-            return [leaf for branch in tree for leaf in self._leaves(branch)]
-        leaves = [tree] if isinstance(tree, torch.Tensor) else _compat.tree_leaves(tree)
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return list(map(_compat.times_written, tensors_in(batch)))
 
     def _sort(self, training: bool) -> None:
         """A model is called: what was fetched just before is data of the training, or of the evaluation."""
@@ -420,30 +385,20 @@ class Hooks:
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
         # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
-        training = torch.is_grad_enabled() or any(leaf.requires_grad for leaf in self._leaves((args, kwargs)))
+        training = torch.is_grad_enabled() or any(t.requires_grad for t in tensors_in((args, kwargs)))
         again = self.spans.stack[-1] == "backward"
         self._sort(training)
         self._observed("forward", module, training, again, args, kwargs)
         if not training:
             return self._on_device("evaluation", function, args, kwargs)
         if not again:
-            self._seen(module, args, kwargs)
+            self._in_calls[id(module)] += length((args, kwargs))
+            self.called.add(id(module))
+            self.device = self.device or next((p.device for p in module.parameters()), None)
         output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
         if self.spans.stack[-1] == "prepare":
             self.spans.stack[:] = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return output
-
-    def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
-        """At each call: how many samples. At the first one: device, precision."""
-        self._in_calls[id(module)] += length((args, kwargs))
-        if id(module) in self.called:
-            return
-        self.called.add(id(module))
-        first = next(module.parameters(), None)
-        self.device = self.device or (None if first is None else first.device)
-        kind = self.device.type if self.device is not None else "cpu"
-        if torch.is_autocast_enabled(kind):
-            self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
     @property
     def samples(self) -> int:
@@ -501,12 +456,7 @@ class Hooks:
         """A closure that an optimizer is given is the script's, with its forward, its backward and its waits."""
         if not callable(argument):
             return argument
-
-        @functools.wraps(argument)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            return self._timed(self.spans.stack[0], argument, args, kwargs)
-
-        return closure
+        return lambda *args, **kwargs: self._timed(self.spans.stack[0], argument, args, kwargs)
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self._elsewhere():
@@ -554,16 +504,21 @@ class Hooks:
 
     def mark(self) -> Any:
         """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
-        if self.device is None or self.device.type != "cuda":
+        if not self.on_gpu:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the training is on a GPU that has marks."""
+        return self.device is not None and self.device.type == "cuda"
+
+    @property
     def marking(self) -> bool:
         """Whether a GPU's own times are noted."""
-        return self.recording and self.device is not None and self.device.type == "cuda"
+        return self.recording and self.on_gpu
 
     def device_seconds(self) -> dict[str, float]:
         """Of all recorded steps, by kind; after a synchronisation. Empty without a GPU."""
@@ -586,17 +541,12 @@ class Hooks:
 
 def length(batch: Any) -> int:
     """Of the first tensor in it that has a dimension; 0 if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((n for n in (length(value) for value in values) if n), 0)
+    return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
 
 
 def _new_containers(batch: Any) -> Any:
     """The same tensors in new lists and dicts: a script may take things out of these."""
-    if type(batch) in (list, tuple):  # which pytree takes longer for
-        return type(batch)(map(_new_containers, batch))
-    return batch if hasattr(batch, "data_ptr") else _compat.tree_map(lambda leaf: leaf, batch)
+    return _compat.tree_map(lambda leaf: leaf, batch)
 
 
 def _own_copy(value: Any) -> Any:
@@ -622,10 +572,8 @@ def describe(hooks: Hooks, profile: Profile) -> None:
         "trainer": _trainer(),
         "parameters": sum(p.numel() for p in parameters),
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-        "autocast": hooks.autocast,
         "ddp": len(ddp),
         "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
-        "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
         "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,6 @@ class Profile:
     """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
     with the others. Rare parts are not in it."""
     not_tried: dict[str, str] = field(default_factory=dict)  # By mode: why it was not tried here, or would show nothing
-    planned: list[str] = field(default_factory=list)  # Counterfactuals that were wanted, by name
     seconds: float | None = None  # That were given for them
 
     training: dict[str, Any] = field(default_factory=dict)  # What it consists of: see hooks.describe
@@ -114,22 +113,14 @@ def without_colours(text: str) -> str:
 
 
 def load(path: Path) -> Profile:
-    """ValueError if it is no such file."""
+    """What `save` has written."""
     return from_json(json.loads(path.read_text()))
 
 
 def from_json(row: dict[str, Any]) -> Profile:
-    """ValueError if it was not written by `save`."""
-    known = {f.name for f in fields(Profile)}
-    if not isinstance(row, dict) or not {"script", "argv", "step_s"} <= set(row) <= known:
-        raise ValueError("no profile of a rank")
+    """What `asdict` has made of a profile."""
     loader = Loader(**row["loader"]) if row["loader"] else None
     return Profile(**row | {"lines": [Line(**line) for line in row["lines"]], "loader": loader})
-
-
-def not_reached(profile: Profile) -> list[str]:
-    """What was wanted and has no time and no reason: the run ended before."""
-    return [name for name in profile.planned if name not in {*profile.interleaved_s, *profile.not_tried}]
 
 
 def rare_kinds(profile: Profile) -> list[str]:

@@ -10,9 +10,7 @@ from typing import Any
 
 from labs.kit import _compat
 
-TIMEOUT_S = timedelta(seconds=60)
-TIMEOUT_UNEXPECTED_S = timedelta(seconds=20)
-"""With ranks that nothing has announced: they have ended the same step, if they take part in this at all."""
+TIMEOUT = timedelta(seconds=30)  # Ranks that take part in this at all have ended the same step
 KEY = "labs.doctor"
 
 
@@ -40,11 +38,11 @@ class Ranks:
         """Whether ranks answer that nothing has announced: the script may have started them, or another shell."""
         if (group() or (0, 1))[1] > self.expected:
             try:
-                self.each_says(0, TIMEOUT_UNEXPECTED_S)
+                self.each_says(0)
             except Apart:
                 self.alone = True
 
-    def each_says(self, thing: Any, timeout: timedelta = TIMEOUT_S) -> list[Any]:
+    def each_says(self, thing: Any) -> list[Any]:
         """What each rank says, by rank: anything that JSON can hold."""
         rank, ranks = (0, 1) if self.alone else group() or (0, 1)
         if ranks == 1:
@@ -54,7 +52,7 @@ class Ranks:
         keys = [f"{KEY}/{self.calls}/{number}" for number in range(ranks)]
         store.set(keys[rank], json.dumps(thing))
         try:
-            store.wait(keys, timeout)
+            store.wait(keys, TIMEOUT)
         except RuntimeError as e:  # torch's DistStoreError is one
             raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
         return [json.loads(store.get(key).decode()) for key in keys]
@@ -70,4 +68,4 @@ class Ranks:
             _compat.default_store().set(f"{KEY}/gone/{rank}", "")
         elif ranks > 1:
             with suppress(RuntimeError):
-                _compat.default_store().wait([f"{KEY}/gone/{number}" for number in range(1, ranks)], TIMEOUT_S)
+                _compat.default_store().wait([f"{KEY}/gone/{number}" for number in range(1, ranks)], TIMEOUT)

@@ -18,7 +18,6 @@ from typing import Any
 from labs.doctor import estimated_gain as gains
 from labs.doctor.bottlenecks import OPTION, PARTS, RISK, SLOW, TEXTS, UNPRICED, WRONG, Match
 from labs.doctor.findings import Finding, find, healthy, idle_share, ms, unknown, with_steps
-from labs.doctor.findings import count as many
 from labs.doctor.profile import AS_IS, KINDS, Profile, from_json
 from labs.kit.errors import BadInput
 from labs.kit.measure import Estimate, estimate
@@ -30,10 +29,6 @@ COLUMNS = 112
 SHOWN = 4  # Findings on the page: the largest problem, and three more
 SMALL, DIFFERENT = 0.005, 0.10
 """Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
-SCATTER = 0.2  # Of the median step, between its quartiles: it is reported
-PROBLEMS = (WRONG, SLOW, RISK)
-MORE, OPTIONS, NOT_PRICED = "More findings", "What a healthy script may use as well", "Seen, not priced"
-FINE, NOT_KNOWN = "Tried or measured, and fine", "Not known"
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Report:
     @property
     def problems(self) -> list[Finding]:
         """What a healthy script doesn't have."""
-        return [f for f in self.findings if f.kind in PROBLEMS]
+        return [f for f in self.findings if f.kind in (WRONG, SLOW, RISK)]
 
 
 def group_of(profile: Profile) -> tuple[int, int]:
@@ -98,6 +93,11 @@ def headline(report: Report) -> str:
     return f"{first.kind.upper()}: {first.what}{place}{price}."
 
 
+def many(n: float, noun: str) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{n:g} {noun}{'' if n == 1 else 's'}"
+
+
 def end_of(profile: Profile) -> str:
     """How the run of a rank ended, in words."""
     text = TEXTS["end"][profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
@@ -114,11 +114,8 @@ def summary(report: Report) -> list[str]:
     f, rate = ranks[0], gains.samples_per_s(ranks)
     step = estimate(gains.steps_s(ranks), "s")
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
-    whose = many(f.ranks, "rank") if len(ranks) == f.ranks else f"{len(ranks)} of {f.ranks} ranks, these numbers'"
+    whose = many(f.ranks, "rank") if len(ranks) == f.ranks else f"{len(ranks)} of {f.ranks} ranks"
     lines = [f"A step takes {step}{rates}; {whose} on {f.device_name or f.device}."]
-    low, _, high = statistics.quantiles(gains.even_s(ranks), n=4) if len(f.step_s) > 1 else (step.value,) * 3
-    if high - low > SCATTER * step.value:
-        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}. That makes intervals wide.")
     if ends := [f"rank {g.rank}: {end_of(g)}" for g in report.profiles if g.ended != "done"]:
         lines.append(f"Not all was measured: {'; '.join(ends)}.")
     return lines
@@ -184,11 +181,19 @@ def _lines(report: Report, everything: bool) -> Iterator[str]:
     yield from _step_and_ranks(report)
     if everything:
         options, unpriced = (grouped(f for f in report.findings if f.kind == kind) for kind in (OPTION, UNPRICED))
-        for title, entries in ((MORE, problems[SHOWN:]), (OPTIONS, options), (NOT_PRICED, unpriced)):
-            yield from ("", title.upper()) if entries else ()
+        more = {"MORE FINDINGS": problems[SHOWN:], "OPTIONAL SPEEDUPS": options, "SEEN, NOT PRICED": unpriced}
+        for title, entries in more.items():
+            yield from ("", title) if entries else ()
             for number, (finding, places) in enumerate(entries, 1):
                 yield from _entry(number, finding, places)
-        yield from _texts(report)
+        how = [method(report)] if report.seen else []
+        more = {"TRIED OR MEASURED, AND FINE": report.healthy, "NOT KNOWN": report.unknown, "MACHINE AND METHOD": how}
+        for title, texts in more.items():
+            yield from ("", title) if texts else ()
+            yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
+    for f in report.profiles:
+        yield from ("", f"LAST LINES OF ITS OUTPUT (RANK {f.rank})") if f.output else ()
+        yield from (f"  {line}" for line in f.output)
 
 
 def _step_and_ranks(report: Report) -> Iterator[str]:
@@ -201,13 +206,6 @@ def _step_and_ranks(report: Report) -> Iterator[str]:
         header, rows = rank_table(ranks)
         yield from ("", "THE RANKS DIFFER") if rows else ()
         yield from (f"  {row[0]:<32}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in [header, *rows] if rows)
-
-
-def _texts(report: Report) -> Iterator[str]:
-    how = [method(report)] if report.seen else []
-    for title, texts in ((FINE, report.healthy), (NOT_KNOWN, report.unknown), ("Machine and method", how)):
-        yield from ("", title.upper()) if texts else ()
-        yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
 
 
 def grouped(findings: Iterator[Finding] | Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
@@ -241,18 +239,9 @@ def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
 
 def html(report: Report) -> str:
     """One file that loads nothing. All text goes through `escape`: a script's stays text."""
-    rows = parts(max(report.seen, key=lambda f: sum(f.step_s))) if report.seen else []
-    bar = [
-        f'<span class="c{number % 6}" style="flex: {share:.4f} 1 0">{escape(name)}</span>'
-        for number, (_, name, _, share) in enumerate(rows)
-    ]
-    values = {
-        "title": escape(headline(report)),
-        "command": escape(shlex.join(report.profiles[0].argv)) if report.profiles else "",
-        "bar": "\n".join(bar),
-        "text": escape(page(report, everything=True)),
-    }
-    return string.Template(TEMPLATE.read_text("utf-8")).substitute(values)
+    command = shlex.join(report.profiles[0].argv) if report.profiles else ""
+    texts = {"title": headline(report), "command": command, "text": page(report, everything=True)}
+    return string.Template(TEMPLATE.read_text("utf-8")).substitute({k: escape(text) for k, text in texts.items()})
 
 
 # JSON

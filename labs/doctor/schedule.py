@@ -17,10 +17,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from labs.doctor import usage
-from labs.doctor.counterfactuals import Mode
+from labs.doctor.counterfactuals import Modes, why_not
 from labs.doctor.hooks import Hooks
-from labs.doctor.profile import AS_IS, Profile, not_reached, rare_kinds
-from labs.doctor.ranks import Apart, Ranks
+from labs.doctor.profile import AS_IS, Profile, rare_kinds
+from labs.doctor.ranks import Apart, Ranks, group
 from labs.doctor.snapshot import StateSnapshot, has_room, of_optimizers
 from labs.kit import _compat
 
@@ -37,24 +37,26 @@ further steps as they are, within a share of the time for counterfactuals."""
 Steps = Generator[None, dict[str, float], None]  # Takes the next step, and is sent its seconds by kind
 
 
-def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Sequence[Mode]) -> Steps:
+def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Modes) -> Steps:
     """All steps that are wanted, noted in `profile`. Ends when they are done. `seconds`: for what is after `steps`."""
-    profile.seconds, profile.planned = seconds, [mode.name for mode in modes]
+    profile.seconds = seconds
+    profile.not_tried = dict.fromkeys(modes, "the run ended before: let it train longer")
     ranks = Ranks(profile.ranks)
     try:
         profile.stage = "warm-up"
         yield from _warm_up(hooks, ranks)
         profile.stage = "as it is"
-        yield from _as_it_is(hooks, profile, ranks, steps, EXTRA_SHARE * seconds)
+        with usage.Usage(hooks, profile):
+            profile.training["group"] = group()
+            yield from _as_it_is(hooks, profile, ranks, steps, EXTRA_SHARE * seconds)
         profile.stage = "in turn"
-        yield  # what the process uses is looked at here, before anything is copied
         if ranks.alone:
             raise Apart("the doctor is not in the ranks that the script has started itself")
         longer_s = (len(profile.step_s) - steps) * statistics.fmean(profile.step_s)
-        yield from _Interleaved(hooks, profile, ranks, seconds - longer_s).all(modes)
+        yield from _Interleaved(hooks, profile, ranks, seconds - longer_s, modes).all()
     except Apart as e:
         profile.unseen.append(f"counterfactuals: {e}")
-        profile.not_tried |= dict.fromkeys(not_reached(profile), str(e))
+        profile.not_tried = dict.fromkeys(profile.not_tried, str(e))
     ranks.part()
     profile.stage = "done"
 
@@ -79,6 +81,7 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
     done, wanted, graphs = 0, steps, _compat.compiled_graphs()
     while done < wanted:
         spans = yield
+        usage.note_memory(hooks, profile)
         done += 1
         profile.step_s.append(sum(spans.values()))
         for kind, s in spans.items():
@@ -93,7 +96,6 @@ def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s:
             fit = int(extra_s / statistics.fmean(profile.step_s))
             wanted += min(fit, max(ranks.each_says(_more_events(profile))), *ranks.each_says(fit))
     hooks.recording, hooks.synchronised = False, True
-    profile.lines = hooks.noted_lines(wanted)
     if marks[0] is not None:
         hooks.synchronise()
         profile.step_s = _between(marks)
@@ -116,8 +118,8 @@ def _more_events(profile: Profile) -> int:
 class _Interleaved:
     """Rounds of turns, within a time."""
 
-    def __init__(self, hooks: Hooks, profile: Profile, ranks: Ranks, seconds: float) -> None:
-        self.hooks, self.profile, self.ranks = hooks, profile, ranks
+    def __init__(self, hooks: Hooks, profile: Profile, ranks: Ranks, seconds: float, modes: Modes) -> None:
+        self.hooks, self.profile, self.ranks, self.modes = hooks, profile, ranks, modes
         self.ends = time.perf_counter() + seconds
         self.snapshot: StateSnapshot | None = None  # Copies, as long as they are those of the last step as it is
         self.found: tuple[list[Any], list[Any]] | None = None
@@ -135,48 +137,48 @@ class _Interleaved:
         ready = min(loader.workers * loader.prefetch, 1 + settle + steps) if loader else 0
         return step_s, steps, settle, 1 + ready
 
-    def all(self, modes: Sequence[Mode]) -> Steps:
+    def all(self) -> Steps:
         """Rounds, in each of which each that can be tried has a turn."""
-        by_name: dict[str, Mode | None] = {AS_IS: None, **{mode.name: mode for mode in self._that_can(modes)}}
-        draw, round_s = random.Random(0), 0.0
+        draw, round_s, names = random.Random(0), 0.0, [AS_IS, *self._that_can()]
         for done in range(MOST_ROUNDS):
             late = done >= LEAST_ROUNDS and time.perf_counter() + round_s > self.ends
-            order = draw.sample(list(by_name), len(by_name))
+            order = draw.sample(names, len(names))
             if len(order) == 1 or self.ranks.first_says(late):
                 break
             begun, turns = time.perf_counter(), {}
             for name in self.ranks.first_says(order):
                 turns[name] = []
-                yield from self._turn(by_name[name], turns[name])
+                yield from self._turn(name, turns[name])
             for name, of in turns.items():  # all at once: those of one round stand at one place
                 self.profile.interleaved_s.setdefault(name, []).append(of)
+                self.profile.not_tried.pop(name, None)
             round_s = time.perf_counter() - begun
 
-    def _that_can(self, modes: Sequence[Mode]) -> list[Mode]:
+    def _that_can(self) -> list[str]:
         """On all ranks, within the time, with rounds enough for an interval: the last ones are left out first."""
-        reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.profile))}
+        reasons = {mode: why for mode in self.modes if (why := why_not(mode, self.hooks, self.profile))}
         if not has_room(self.hooks, self.profile.local_ranks):
             full = "no memory is left for copies of model and optimizer, to put them back after it"
-            reasons = {mode.name: full for mode in modes} | reasons
-        for of_rank in self.ranks.each_says(reasons):
-            self.profile.not_tried |= of_rank | self.profile.not_tried
-        tried = [mode for mode in modes if mode.name not in self.profile.not_tried]
+            reasons = dict.fromkeys(self.modes, full) | reasons
+        reasons = {name: why for of_rank in self.ranks.each_says(reasons) for name, why in of_rank.items()}
+        self.profile.not_tried |= reasons
+        tried = [mode for mode in self.modes if mode not in reasons]
         have = self.ranks.first_says(self.ends - time.perf_counter())
         turn = 1 + self.settle + self.steps
         while tried and (need := LEAST_ROUNDS * self.step_s * (turn * (1 + len(tried)) + self.drain)) > have:
             given = self.profile.seconds or 0.0
             enough = math.ceil(given + 1.2 * (need - have))  # steps don't take the same time again
-            self.profile.not_tried[tried.pop().name] = f"{given:g} s are too short for it: --seconds {enough}"
+            self.profile.not_tried[tried.pop()] = f"{given:g} s are too short for it: --seconds {enough}"
         return tried
 
-    def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
+    def _turn(self, mode: str, counted: list[float]) -> Steps:
         """`counted`: gets the mean step."""
         self.ranks.each_says(0)  # one that is behind would slow down this turn's first step on others
         hooks, spans, starts = self.hooks, [], []
         with self._applied(mode):
             hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
             try:
-                for _ in range(bool(mode) + self.settle):
+                for _ in range((mode != AS_IS) + self.settle):
                     yield
                 marks = [hooks.mark()]
                 if marks[0] is None:
@@ -195,16 +197,16 @@ class _Interleaved:
         # Steps that begin an epoch count only if most of them do
         usual = [s for s, start in zip(steps, starts, strict=True) if not start]
         counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
-        if mode is None:
+        if mode == AS_IS:
             usage.note_memory(hooks, self.profile)
-        elif mode.name == "same batch again":
+        elif mode == "same batch again":
             for _ in range(self.drain):
                 self.snapshot = None
                 yield
 
     @contextmanager
-    def _applied(self, mode: Mode | None) -> Iterator[None]:
-        if mode is None:
+    def _applied(self, mode: str) -> Iterator[None]:
+        if mode == AS_IS:
             self.snapshot = None
             yield
             return
@@ -213,7 +215,7 @@ class _Interleaved:
             self.snapshot = StateSnapshot(self.hooks, self.found)
         with self.hooks.probes.paused() if self.hooks.probes else nullcontext():
             try:
-                with mode.applied(self.hooks):
+                with self.modes[mode](self.hooks):
                     yield
             finally:
                 self.snapshot.restore()

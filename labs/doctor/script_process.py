@@ -19,17 +19,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from labs.doctor.profile import Profile, without_colours
-from labs.doctor.ranks import group
 from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
 
-STOPS = 3  # So many times a script may catch what ends it, by `except:`; then it is ended without asking
 MOST_SAID = 300  # Characters of an error that are kept
 SAVE_S = 5.0  # Between two saves of rounds: a run that a signal ends loses no more
 
 
 class Enough(BaseException):
-    """All is measured. Raised out of an optimizer's step, so that what the script does in `finally` is done."""
+    """All is measured. Raised out of an optimizer's step, so that what the script does in `finally` is done.
+
+    A script that catches it, by `except:`, is ended by its supervisor.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,19 @@ class ScriptProcess:
         settings.path("progress").write_bytes(b"%12d" % 0)
         with settings.path("progress").open("r+b") as file:
             self.progress = mmap.mmap(file.fileno(), 12)  # no call of the system in each step
-        self.pid, self.stops, self.saved = os.getpid(), 0, self.begun
+        self.pid, self.saved = os.getpid(), self.begun
         self.leave_at_once = os._exit
-        self.hooks = self.plan = self.usage = None
+        self.hooks = self.plan = None
 
     def watch(self) -> None:
         """From the moment that the script has torch."""
         # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
-        from labs.doctor import usage
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
         from labs.doctor.schedule import plan
 
-        settings, self.of_process = self.settings, usage
+        settings = self.settings
         folder = os.path.dirname(os.path.realpath(settings.argv[0]))
         self.hooks = Hooks(folder, self.stepped, Probes(folder, scratch=settings.folder))
         self.hooks.install()
@@ -91,23 +91,11 @@ class ScriptProcess:
         profile.steps += 1
         self.progress[:] = b"%12d" % profile.steps
         before = profile.stage
-        if profile.stage == "as it is":
-            self.of_process.note_memory(self.hooks, profile)
         try:
             self.plan.send(spans)
         except StopIteration:
-            self.stops += 1
             self.end("done")
-            if self.stops > STOPS:
-                self.leave_at_once(0)
             raise Enough from None
-        if profile.stage != before:
-            if profile.stage == "as it is":
-                self.usage = self.of_process.Usage(self.hooks, profile)
-                profile.training["group"] = group()
-            elif self.usage:
-                self.usage.stop()
-                self.usage = None
         if profile.stage != before or (profile.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
 
@@ -125,9 +113,9 @@ class ScriptProcess:
         if os.getpid() != self.pid or self.profile.ended != "running":
             return
         self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
-        if self.usage and self.profile.step_s:
+        if self.plan is not None:
             with suppress(Exception):  # the script has failed, perhaps in torch: what is known is reported nevertheless
-                self.usage.stop()
+                self.plan.close()
         self.save()
         self.settings.path("ended").touch()
 
@@ -179,14 +167,12 @@ def after_torch(then: Callable[[], None]) -> None:
 
 
 def _in_one_line(error: BaseException, script: str) -> str:
-    """In one line, with the innermost line of the script's own folder."""
+    """In one line, with the innermost line of the script's own folder, if one has led there."""
     folder = os.path.dirname(os.path.realpath(script)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if os.path.realpath(f.filename).startswith(folder) and "-packages" not in f.filename]
     own = [f for f in own if os.path.dirname(f.filename) != os.path.dirname(__file__)]
-    where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (own or frames)[-1:]]
-    if isinstance(error, SyntaxError) and error.filename:
-        where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
+    where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in own[-1:]]
     said = " ".join(without_colours(f"{type(error).__name__}: {error}").split())
     return " ".join([said[:MOST_SAID], *(f"({w})" for w in where)])
 
@@ -198,7 +184,6 @@ def main() -> None:
         end_with_parent(settings.parent)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
-    builtins.__dict__.setdefault("exit", sys.exit)
     ScriptProcess(settings).run()
 
 

@@ -8,12 +8,12 @@ import random
 import sys
 from typing import Any
 
-import psutil
 import torch
 
 from labs.doctor.hooks import Hooks
 from labs.doctor.probes.scene import local
-from labs.kit import _compat, host
+from labs.doctor.usage import free_bytes
+from labs.kit import _compat
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
@@ -27,7 +27,7 @@ class StateSnapshot:
 
     def __init__(self, hooks: Hooks, found: tuple[list[Any], list[Any]]) -> None:
         scalers, schedules = found
-        self.device = hooks.device if hooks.device is not None and hooks.device.type == "cuda" else None
+        self.device = hooks.device if hooks.on_gpu else None
         self.tensors = [*_tensors(hooks), *(t for s in scalers for t in _compat.tensors_of_scaler(s))]
         with torch.no_grad():
             self.copies = [t.detach().clone() for t in self.tensors]
@@ -59,18 +59,9 @@ class StateSnapshot:
 
 
 def has_room(hooks: Hooks, local_ranks: int) -> bool:
-    """Whether the copies fit into half of what is free: a step needs more at its peak. All ranks of a machine ask.
-
-    On a host that is this rank's part, within the limit of its control group (Slurm's of a job), which kills what
-    exceeds it; each rank is taken to use as much of it as this one.
-    """
+    """Whether the copies of all ranks of this machine fit into half of what is free: a step needs more at its peak."""
     needed = sum(t.numel() * t.element_size() for t in map(local, _tensors(hooks)))
-    if hooks.device is not None and hooks.device.type == "cuda":
-        return needed < torch.cuda.mem_get_info(hooks.device)[0] // 2
-    free, limit = psutil.virtual_memory().available, host.memory_limit_bytes()
-    if limit is not None:
-        free = min(free, limit - local_ranks * psutil.Process().memory_info().rss)
-    return needed < free / local_ranks / 2
+    return needed * (1 if hooks.on_gpu else local_ranks) < free_bytes(hooks) / 2
 
 
 def of_optimizers() -> tuple[list[Any], list[Any]]:

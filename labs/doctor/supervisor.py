@@ -28,24 +28,17 @@ from labs.kit.place import Place
 ROOT = str(Path(__file__).parents[2])
 BOOT = """
 import sys
-root = sys.argv.pop(1)
-if sys.flags.safe_path:
-    sys.path.insert(0, root)
-else:
-    sys.path[0] = root  # the script's folder takes its place
+sys.path.insert(0, sys.argv.pop(1))
 from labs.doctor.script_process import main
-if sys.flags.safe_path:
-    sys.path.remove(root)
+del sys.path[0]  # `labs` is loaded, and finds its modules without it
 main()
 """
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FIRST_S, LEAST_S, TIMES_LONGEST = 900.0, 120.0, 10
-"""How long a script may take no step: until the first (imports, weights, a cold compilation); between two, at least,
-and so many times the longest that was seen."""
+COPY_S = 900.0  # For a copy of a folder
 LEAVE_S = 20.0  # For what a script does in `finally` when all is measured
 FOLLOW_S = 15.0  # For a rank to end after another has
-COME_S = 60.0  # For the others' supervisors to begin
+COME_S, OTHERS_S = 60.0, 120.0  # For the others' supervisors to begin, and to leave their profiles
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
@@ -86,16 +79,13 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
     """
     where = os.path.realpath(tempfile.gettempdir())
     where = where if len(os.fsencode(where)) <= LONGEST_PATH else "/tmp"
-    if place.local_ranks == 1:
-        folder = Path(tempfile.mkdtemp(prefix="labs-", dir=where))
-    else:
-        names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        parts = [place.start or str(os.getppid()), *(os.environ.get(n, "") for n in names)]
-        key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join(parts))
-        folder = Path(where, f"labs-{key.hex[:12]}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    parts = [place.start or str(os.getppid()), *(os.environ.get(n, "") for n in names)]
+    key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join(parts)) if place.local_ranks > 1 else uuid.uuid4()
+    folder = Path(where, f"labs-{key.hex[:12]}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
     supervise.join(folder, place.local_rank)
     mark = uuid.uuid4().hex
     watcher = supervise.start_watcher(folder, mark=mark, place=place.local_rank)
@@ -132,21 +122,19 @@ class Run:
 
     def watch(self) -> None:
         """Until the script has ended, or there is a reason to end it."""
-        steps, moved, longest_s = 0, time.monotonic(), 0.0
+        steps, moved = 0, time.monotonic()
         while not self.why:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
                 return
             now = time.monotonic()
             if (taken := self._steps()) != steps:
-                longest_s = max(longest_s, now - moved) if steps else 0.0
                 steps, moved = taken, now
-            limit_s = self.given.timeout or (max(LEAST_S, TIMES_LONGEST * longest_s) if steps else FIRST_S)
             if self.stopped:
                 self.how, self.why = "stopped", self.stopped[0]
             elif _age_s(self.settings.path("ended")) > LEAVE_S:
                 self.why = "all was measured, but it did not end"
-            elif now - moved > limit_s:
+            elif now - moved > (limit_s := self.given.timeout):
                 self.how, self.why = "silent", f"no step in {limit_s:g} s; python -m labs.watch tells where it stands"
             else:
                 others = set(range(self.place.local_ranks)) - {self.place.local_rank}
@@ -164,7 +152,7 @@ class Run:
         self.process.wait()
         try:
             profile = load(self.settings.path("profile"))
-        except (OSError, ValueError):
+        except OSError:
             profile = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         profile.steps = max(profile.steps, self._steps())
         cut_short = self.why and self.how != "silent" and not self.settings.path("ended").exists()
@@ -203,7 +191,7 @@ def copied(folder: Path, place: Place) -> Path:
     if place.local_rank == 0 and not copy.exists():
         shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         part.rename(copy)
-    until = time.monotonic() + FIRST_S
+    until = time.monotonic() + COPY_S
     while not copy.exists() and time.monotonic() < until:
         time.sleep(POLL_S)
     return copy
@@ -219,7 +207,7 @@ def _final(folder: Path, local_rank: int) -> Path:
 
 def _others(folder: Path, place: Place, stopped: list[str]) -> list[Profile]:
     """Profiles of the other ranks of this machine. Of those that left none the report says so."""
-    until = time.monotonic() + LEAST_S
+    until = time.monotonic() + OTHERS_S
     come = time.monotonic() + COME_S
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:

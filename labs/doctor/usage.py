@@ -7,16 +7,14 @@ model that the hooks do not see, as a frozen teacher or model.forward(x), this i
 
 from __future__ import annotations
 
-import functools
 import gc
 import linecache
-import mmap
-import os
 import random
 import sys
 import threading
 from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -30,18 +28,21 @@ PERIOD_S, LOOKS, SELDOM = 0.005, 4, 0.1
 """On average; at random, so that it does not go along with the steps. To wake up takes some 0.1 ms and the GIL: a step
 has no more than LOOKS, and one for ten steps while own lines take less than SELDOM of it, of which nothing is said."""
 FEWEST = 6  # Looks at a line that make it known
+PROCESS = psutil.Process()
 
 
 class Usage(threading.Thread):
     """Of this process, from the first step as it is to the last."""
 
     def __init__(self, hooks: Hooks, profile: Profile) -> None:
-        """Describe the training, and begin to look."""
+        """Of a training that `with` describes and begins to look at."""
         super().__init__(name="doctor", daemon=True)
         self.hooks, self.profile, self.ended = hooks, profile, threading.Event()
         self.seen: Counter[tuple[str, str, int]] = Counter()  # By kind, file and line
-        describe(hooks, profile)
-        self.tensors = _tensors(hooks)
+
+    def __enter__(self) -> None:
+        describe(self.hooks, self.profile)
+        self.tensors = _tensors(self.hooks)
         self.start()
 
     def run(self) -> None:
@@ -67,11 +68,11 @@ class Usage(threading.Thread):
             kind = "model"
         self.seen[kind, *hooks.own_line(frame)] += 1
 
-    def stop(self) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Write what was seen into the profile."""
         self.ended.set()
         self.join()
-        profile, hooks, steps = self.profile, self.hooks, len(self.profile.step_s)
+        profile, hooks, steps = self.profile, self.hooks, max(1, len(self.profile.step_s))
         lines = profile.lines = hooks.noted_lines(steps)
         for part, kinds in (("prepare", ("model", "prepare")), ("rest", ("loss", "rest"))):
             looks = sum(n for key, n in self.seen.items() if key[0] in kinds)
@@ -82,34 +83,22 @@ class Usage(threading.Thread):
                 if kind in kinds and n >= FEWEST
             ]
         lines.sort(key=lambda line: -line.ms)
-        on_gpu = _on_gpu(hooks)
-        free = torch.cuda.mem_get_info(hooks.device)[0] if on_gpu else host.container().memory_available_bytes
-        profile.memory["free"] = free
-        if not on_gpu:
+        profile.memory["free"] = free_bytes(hooks)
+        if not hooks.on_gpu:
             grown = [(now - before) / steps for now, before in zip(_tensors(hooks), self.tensors, strict=True)]
             profile.memory |= dict(zip(("tensors_growth", "tensor_bytes_growth"), grown, strict=True))
         profile.machine = {"cores": host.core_count(), "threads": torch.get_num_threads()}
 
 
+def free_bytes(hooks: Hooks) -> int:
+    """Of the GPU, or of the host within the limit of this process's control group, which kills what exceeds it."""
+    return torch.cuda.mem_get_info(hooks.device)[0] if hooks.on_gpu else host.container().memory_available_bytes
+
+
 def note_memory(hooks: Hooks, profile: Profile) -> None:
     """After each step as it is, and after each turn of these, when nothing is kept for a counterfactual."""
-    in_use = torch.cuda.memory_allocated(hooks.device) if _on_gpu(hooks) else _resident()
+    in_use = torch.cuda.memory_allocated(hooks.device) if hooks.on_gpu else PROCESS.memory_info().rss
     profile.memory.setdefault("series", []).append([profile.steps, in_use])
-
-
-def _on_gpu(hooks: Hooks) -> bool:
-    return hooks.device is not None and hooks.device.type == "cuda"
-
-
-@functools.cache
-def _statm() -> int:
-    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _resident() -> int:
-    if not hasattr(psutil, "LINUX"):
-        return psutil.Process().memory_info().rss
-    return int(os.pread(_statm(), 99, 0).split()[1]) * mmap.PAGESIZE  # a tenth of the time of psutil
 
 
 def _tensors(hooks: Hooks) -> tuple[int, int]:

@@ -10,7 +10,7 @@ def print_report(profiles, given, machine, matches):
     """One file for all ranks."""
     given.out.mkdir(exist_ok=True)
     (given.out / "profiles.json").write_text(json.dumps([dataclasses.asdict(f) for f in profiles]))
-    print("\n".join(doctor.last_words(profiles)))
+    print("\n".join(line for f in profiles for line in f.output))
 
 
 if __name__ == "__main__":
