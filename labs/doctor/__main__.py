@@ -117,6 +117,8 @@ def main() -> None:
         matches = [] if place.local_rank else static_rules.check(Path(given.argv[0]))
         profiles = supervisor.examine(given, place, lambda found: print_report(found, given, place.machine, matches))
     except BadInput as e:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(2)  # rank 0 says why
         fail(PROG, str(e))
     sys.exit(0 if any(f.step_s for f in profiles) else 1)
 
