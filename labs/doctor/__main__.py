@@ -52,7 +52,12 @@ def options(args: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are measured as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for trying fixes, on top (default 40; 0: none)")
-    add("--timeout", type=float, default=900.0, help="seconds without a step, then it is ended (default 900)")
+    add(
+        "--timeout",
+        type=float,
+        default=900.0,
+        help="seconds without a step, then it is ended (default 900; 120 between two)",
+    )
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before a fix")
     add("--copy", action="store_true", help="run a copy of this folder: what the script writes below it is removed")

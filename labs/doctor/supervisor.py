@@ -6,6 +6,7 @@ of them waits for the profiles of the others, and reports; the others stay until
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COPY_S = 900.0  # For a copy of a folder
 LEAVE_S = 20.0  # For what a script does in `finally` when all is measured
 FOLLOW_S = 15.0  # For a rank to end after another has
+LEAST_S = 120.0  # A step may take so long, and ten times the longest so far
 COME_S, OTHERS_S = 60.0, 120.0  # For the others' supervisors to begin, and to leave their profiles
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
@@ -122,19 +124,22 @@ class Run:
 
     def watch(self) -> None:
         """Until the script has ended, or there is a reason to end it."""
-        steps, moved = 0, time.monotonic()
+        steps, moved, longest_s = 0, time.monotonic(), 0.0
         while not self.why:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
                 return
             now = time.monotonic()
             if (taken := self._steps()) != steps:
+                longest_s = max(longest_s, now - moved) if steps else 0.0  # before the first are imports and data
                 steps, moved = taken, now
             if self.stopped:
                 self.how, self.why = "stopped", self.stopped[0]
             elif _age_s(self.settings.path("ended")) > LEAVE_S:
                 self.why = "all was measured, but it did not end"
-            elif now - moved > (limit_s := self.given.timeout):
+            elif now - moved > (
+                limit_s := min(self.given.timeout, max(LEAST_S, 10 * longest_s) if steps else math.inf)
+            ):
                 self.how, self.why = "silent", f"no step in {limit_s:g} s; python -m labs.watch tells where it stands"
             else:
                 others = set(range(self.place.local_ranks)) - {self.place.local_rank}
