@@ -74,7 +74,10 @@ class Finding:
 def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Finding]:
     """Of all ranks, the most severe first."""
     ranks = with_steps(profiles)
-    seen = [(m, BY_PROBE) for m in merge([p.probes for p in profiles])] + [(m, BY_READING) for m in matches]
+    probed = merge([p.probes for p in profiles])
+    same_order = any("set_epoch" in m.fix for m in probed)  # a probe saw it happen
+    read = [m for m in matches if not (same_order and m.probe == "set-epoch-missing")]
+    seen = [(m, BY_PROBE) for m in probed] + [(m, BY_READING) for m in read]
     found = [
         Finding(m.probe, m.what, None, m.where, m.fix, m.notebook, by, WRONG if m.wrong else RISK, tuple(m.also))
         for m, by in seen

@@ -75,7 +75,8 @@ def make(profiles: list[Profile], matches: Sequence[Match] = ()) -> Report:
 def headline(report: Report) -> str:
     """The first line: the largest problem and where it is, or that there is none."""
     first, texts = next(iter(report.problems), None), TEXTS["headline"]
-    if not report.seen and (first is None or first.kind != WRONG):
+    failed = any(f.ended == "error" for f in report.profiles)
+    if not report.seen and (failed or first is None or first.kind != WRONG):
         steps = max((f.steps for f in report.profiles), default=-1)
         how = "; ".join(dict.fromkeys(map(end_of, report.profiles)))
         name = "nothing" if steps < 0 else "few_steps" if steps else "no_step"
@@ -101,6 +102,8 @@ def many(n: float, noun: str) -> str:
 def end_of(profile: Profile) -> str:
     """How the run of a rank ended, in words."""
     text = TEXTS["end"][profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
+    if profile.ended == "error" and "RANK" in text and profile.ranks == 1:
+        return f"{text}: start it with torchrun --nproc-per-node 2 -m labs.doctor"
     return text if profile.ended == "done" else f"{text} after {many(profile.steps, 'step')}"
 
 

@@ -249,7 +249,7 @@ def main():
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])  # keeps the checkpoint's largest learning rate, not --lr
         if rank == 0 and state["step"] >= args.steps:
-            print(f"already at step {state['step']}: this training run is finished", flush=True)
+            print(f"already at step {state['step']}: delete {args.checkpoint} to start again", flush=True)
         if rank < len(state["random"]):  # additional ranks start from their seed
             on_cpu, on_gpu = state["random"][rank]  # add those of NumPy and random if your training uses them
             torch.set_rng_state(on_cpu)

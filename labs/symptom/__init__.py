@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="a log or a traceback; - reads standard input")
     parser.add_argument("--list", action="store_true", help="print the catalog")
     args = parser.parse_args()
-    if sum(map(bool, (args.text, args.file, args.list))) != 1:
+    if sum(map(bool, ("".join(args.text).strip(), args.file, args.list))) != 1:
         fail(PROG, "give the text of an error in quotes, or one of --file and --list")
     if args.list:
         print("\n".join(whole_catalog()))
