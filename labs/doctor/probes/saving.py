@@ -178,8 +178,9 @@ class Saving:
             return "scaler"
         if isinstance(value, int) and depth < 3 and isinstance(key, str) and PLACE_IN_TRAINING.search(key):
             return "step"
-        tensors = isinstance(value, dict) and any(isinstance(v, torch.Tensor) for v in value.values())
-        return "model" if tensors and depth < 3 else None
+        values = value.values() if isinstance(value, dict) else ()  # random states have no floating-point numbers
+        weights = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+        return "model" if weights and depth < 3 else None
 
     # Findings
 
