@@ -422,7 +422,7 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
     Path("train.py").touch()
     wanted = doctor.options(["--steps", "3", "train.py", "--steps", "x", "--help", "--", "-v"])
     assert wanted.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.steps == 3
-    assert wanted.timeout == 900
+    assert wanted.timeout is None
     assert doctor.options(["--timeout", "5", "train.py"]).timeout == 5
 
 

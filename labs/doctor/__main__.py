@@ -29,6 +29,7 @@ from pathlib import Path
 from labs.doctor import static_rules, supervisor
 from labs.doctor.bottlenecks import Match
 from labs.doctor.profile import Profile
+from labs.doctor.supervisor import FIRST_S, LEAST_S, TIMES_LONGEST
 from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, naming, require
@@ -52,12 +53,8 @@ def options(args: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are measured as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for trying fixes, on top (default 40; 0: none)")
-    add(
-        "--timeout",
-        type=float,
-        default=900.0,
-        help="seconds without a step, then it is ended (default 900; 120 between two)",
-    )
+    limits = f"{FIRST_S:g} for the first step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least"
+    add("--timeout", type=float, help=f"seconds without a step, then it is ended (default: {limits})")
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before a fix")
     add("--copy", action="store_true", help="run a copy of this folder: what the script writes below it is removed")
@@ -66,7 +63,8 @@ def options(args: list[str]) -> argparse.Namespace:
     given, given.argv, given.module = as_main.parse(parser, args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     for name, least in (("seconds", 0), ("timeout", 1)):
-        require(least <= getattr(given, name) < float("inf"), f"--{name} must be a number from {least} on")
+        value = getattr(given, name)
+        require(value is None or least <= value < float("inf"), f"--{name} must be a number from {least} on")
     script, given.out = Path(given.argv[0]), given.out.absolute()
     require(script.is_file() and os.access(script, os.R_OK), f"there is no script {script}")
     require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")

@@ -6,7 +6,6 @@ of them waits for the profiles of the others, and reports; the others stay until
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
@@ -36,11 +35,12 @@ main()
 """
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-COPY_S = 900.0  # For a copy of a folder
+FIRST_S, LEAST_S, TIMES_LONGEST = 900.0, 120.0, 10
+"""How long a script may take no step: until the first, after imports and data; between two, at least, and so many times
+the longest that was seen."""
 LEAVE_S = 20.0  # For what a script does in `finally` when all is measured
 FOLLOW_S = 15.0  # For a rank to end after another has
-LEAST_S = 120.0  # A step may take so long, and ten times the longest so far
-COME_S, OTHERS_S = 60.0, 120.0  # For the others' supervisors to begin, and to leave their profiles
+COME_S = 60.0  # For the others' supervisors to begin
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
@@ -131,15 +131,14 @@ class Run:
                 return
             now = time.monotonic()
             if (taken := self._steps()) != steps:
-                longest_s = max(longest_s, now - moved) if steps else 0.0  # before the first are imports and data
+                longest_s = max(longest_s, now - moved) if steps else 0.0
                 steps, moved = taken, now
+            limit_s = self.given.timeout or (max(LEAST_S, TIMES_LONGEST * longest_s) if steps else FIRST_S)
             if self.stopped:
                 self.how, self.why = "stopped", self.stopped[0]
             elif _age_s(self.settings.path("ended")) > LEAVE_S:
                 self.why = "all was measured, but it did not end"
-            elif now - moved > (
-                limit_s := min(self.given.timeout, max(LEAST_S, 10 * longest_s) if steps else math.inf)
-            ):
+            elif now - moved > limit_s:
                 self.how, self.why = "silent", f"no step in {limit_s:g} s; python -m labs.watch tells where it stands"
             else:
                 others = set(range(self.place.local_ranks)) - {self.place.local_rank}
@@ -196,7 +195,7 @@ def copied(folder: Path, place: Place) -> Path:
     if place.local_rank == 0 and not copy.exists():
         shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         part.rename(copy)
-    until = time.monotonic() + COPY_S
+    until = time.monotonic() + FIRST_S
     while not copy.exists() and time.monotonic() < until:
         time.sleep(POLL_S)
     return copy
@@ -212,7 +211,7 @@ def _final(folder: Path, local_rank: int) -> Path:
 
 def _others(folder: Path, place: Place, stopped: list[str]) -> list[Profile]:
     """Profiles of the other ranks of this machine. Of those that left none the report says so."""
-    until = time.monotonic() + OTHERS_S
+    until = time.monotonic() + LEAST_S
     come = time.monotonic() + COME_S
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:

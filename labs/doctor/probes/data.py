@@ -184,8 +184,9 @@ class Data:
             drawn = any(of["training"] for of in self.loaders.values()) or self._draws_rows()
             of = next((of for of in self.loaders.values() if of["training"]), {"at": self.input_at})
             loader = of["loader"]() if "loader" in of else None
-            dataset, place = getattr(loader, "dataset", None), self.made.get(loader, ("", 0)) if loader else ("", 0)
-            place = place if place[0] else of["at"]
+            dataset = getattr(loader, "dataset", None)
+            made_at = ("", 0) if loader is None else self.made.get(loader, ("", 0))
+            place = made_at if made_at[0] else of["at"]
             row = {"kind": self.parallel, "digests": digests, "place": place, "sampler": self._share()}
             if (place := self._stream(dataset)) is not None:
                 row |= {"place": place, "stream": type(dataset).__name__}

@@ -29,7 +29,7 @@ class Schedule:
         self.interleaved = self.by_library = self.looked = False
         self.planned: float | None = None
         self.length: float | None = None
-        self.called, self.highest = 0, 0.0
+        self.called, self.highest, self.is_small = 0, 0.0, False
         self.faded: Match | None = None
 
 
@@ -62,9 +62,10 @@ class Schedules:
             of = self.seen[id(scheduler)] = Schedule(scheduler)
         of.called += 1
         rate = optimizer_of(scheduler).param_groups[0]["lr"]
-        if isinstance(rate, float) and of.kind not in RETURNING and of.faded is None:
+        if isinstance(rate, float) and of.kind not in RETURNING and not of.is_small:
             of.highest = max(of.highest, rate)
-            if rate < FADED * of.highest and of.called < EARLY * (planned(list(self.scene.frames(by))) or 0):
+            of.is_small = rate < FADED * of.highest
+            if of.is_small and of.called < EARLY * (planned(list(self.scene.frames(by))) or 0):
                 words = {"highest": of.highest, "rate": rate, "calls": of.called}
                 of.faded = matched("schedule-fades", self.scene.line(by), **words)
         if len(of.calls) < 100:
