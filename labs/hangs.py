@@ -3,9 +3,9 @@
     python -m labs.hangs --nproc 1
     python -m labs.hangs --nproc 1 --programs early_stop dead_peer --ranks 2 --seed 7
 
-About 15 s on 2 CPU cores. Each program below runs on ranks of its own, with gloo on CPU cores, under the watchdog of
-labs.watch. One rank, drawn at random, does something else than the others in the last step. The watchdog reports; the
-run goes on until the timeout of its collectives ends it.
+About 15 s on 2 CPU cores. Each program below runs on its own ranks, with gloo on CPU cores, under the watchdog of
+labs.watch. In the last step, one rank, drawn at random, does something different from the others. The watchdog
+reports; the run continues until its collectives time out.
 
 Records, with the case `program` and `wrong`, the rank that was drawn:
   right      1 if the report names what was planted [what: rank, call, line]
@@ -86,7 +86,7 @@ def wrong_shape(rank: int, wrong: int) -> None:
 def out_of_data(rank: int, wrong: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     for _ in range(STEPS - (rank == wrong)):
-        ddp(torch.ones(2, 4)).sum().backward()  # <- one rank has a batch less, and has ended
+        ddp(torch.ones(2, 4)).sum().backward()  # <- one rank has one batch fewer, and has ended
 
 
 def dead_peer(rank: int, wrong: int) -> None:
@@ -126,11 +126,11 @@ def validation_on_one_rank(rank: int, wrong: int) -> None:
 
 @dataclass(frozen=True)
 class Hang:
-    """A program, and what a right report names."""
+    """A program, and what a correct report names."""
 
     program: Program
     calls: tuple[str, ...] = ("all_reduce",)
-    """Names under which the Flight Recorder knows the call."""
+    """Names of the call in the flight recorder."""
     both: bool = False
     """Whether rank `wrong` and the one after it are equally at fault."""
 
@@ -141,7 +141,7 @@ class Hang:
         return [first + i for i, line in enumerate(text) if "# <-" in line]
 
     def ranks(self, wrong: int, ranks: int) -> tuple[int, ...]:
-        """Ranks at fault."""
+        """Return the ranks at fault."""
         return tuple(sorted({wrong, (wrong + 1) % ranks})) if self.both else (wrong,)
 
 
@@ -162,17 +162,17 @@ class Config:
     """Which programs, on how many ranks."""
 
     programs: tuple[str, ...] = tuple(HANGS)
-    """Ways to hang or die."""
+    """Programs to run, each with another way to hang or die."""
     ranks: Annotated[int, Ge(2), Le(4)] = 3
     """Ranks of a program; they mostly wait, so they can share cores."""
     seed: Annotated[int, Ge(0)] = 1
-    """Draws the rank at fault, for each program."""
+    """Draws each program's rank at fault."""
     patience_s: Annotated[float, Ge(1), Le(30)] = 1.5
-    """Seconds without progress until the watchdog reports. At work: minutes."""
+    """Seconds without progress until the watchdog reports. In real runs: minutes."""
     wait_s: Annotated[float, Ge(2), Le(60)] = 5.0
     """Timeout of each collective. gloo's default is 1,800 s."""
     smoke: bool = False
-    """Two programs."""
+    """Run only two programs."""
 
     def __post_init__(self) -> None:
         require(len(self.programs) > 0, f"programs must name some of {', '.join(HANGS)}")
@@ -182,12 +182,12 @@ class Config:
         require(self.patience_s < self.wait_s, "patience_s must be less than wait_s, or nothing is left to watch")
 
     def wrong(self, name: str) -> int:
-        """The rank at fault in a program."""
+        """Return the rank at fault in a program."""
         return random.Random(f"{self.seed} {name}").randrange(self.ranks)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Rank 0 lets another process start the programs' ranks, and reads what they leave; other ranks wait."""
+    """Run the programs from rank 0, in another process, and yield records of their reports; other ranks wait."""
     if rank.rank == 0:
         cases = [(name, config.wrong(name)) for name in config.programs]
         with unpinned(rank), tempfile.TemporaryDirectory(dir=multiprocessing.util.get_temp_dir()) as folder:
@@ -199,7 +199,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def judged(config: Config, rank: Rank, name: str, wrong: int, folder: Path) -> Iterator[Record]:
-    """What the ranks of one program left, compared with what was planted."""
+    """Yield records that compare one program's report and errors with what was planted."""
     hang, case = HANGS[name], {"program": name, "wrong": wrong}
     report = json.loads((folder / "report.json").read_text())
     calls = [c.created_s for e in evidence.read(folder) for c in e.calls or ()]
@@ -219,12 +219,12 @@ def judged(config: Config, rank: Rank, name: str, wrong: int, folder: Path) -> I
 
 
 def drill(config: Config, cases: Sequence[tuple[str, int]], folder: Path) -> None:
-    """Run the programs in an interpreter of its own, which forks their ranks: this one has a process group, threads."""
+    """Run the programs in a separate interpreter, which forks their ranks: this one has a process group and threads."""
     task = {"cases": cases, "folder": str(folder)} | {n: getattr(config, n) for n in ("ranks", "patience_s", "wait_s")}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", "from labs.hangs import serve; serve()", json.dumps(task)]
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    env |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # who connects to a store looks up its name: 5 s if no DNS answers
+    env |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # connecting to a store looks up its name: 5 s if no DNS answers
     done = supervise.run(command, 3 * timeouts.CHILD_S, env=env)
     missing = [name for name, _ in cases if not (folder / name / "report.json").exists()]
     if done.returncode != 0 or missing:
@@ -235,9 +235,9 @@ def drill(config: Config, cases: Sequence[tuple[str, int]], folder: Path) -> Non
 
 
 def serve() -> None:
-    """Run the programs that the command line names, AT_ONCE at a time; they leave their files in the folder.
+    """Run the programs that the command line names, AT_ONCE at a time; they write their files to the folder.
 
-    On a busy machine ranks may not even meet within their timeout: such a program runs once more, alone.
+    On a busy machine, ranks may not even meet within their timeout. Such a program runs once more, alone.
     """
     _compat.preload_dynamo()
     task = json.loads(sys.argv[1])
@@ -265,8 +265,8 @@ def run_programs(cases: Sequence[tuple[str, int]], task: dict[str, Any]) -> None
 
 
 def hold_store(folder: Path, ranks: int) -> None:
-    """What torchrun's agent does: hold the store by which ranks meet, until this process is killed."""
-    # libuv's server looks up the name of each rank that connects, and answers nobody meanwhile
+    """Hold the store through which ranks meet, as torchrun's agent does, until this process is killed."""
+    # libuv's server looks up the name of each rank that connects, and answers no other rank meanwhile
     store = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False, use_libuv=False)
     (folder / "port.new").write_text(str(store.port))
     (folder / "port.new").rename(folder / "port")
@@ -274,7 +274,7 @@ def hold_store(folder: Path, ranks: int) -> None:
 
 
 def be_rank(name: str, rank: int, ranks: int, wrong: int, folder: Path, patience_s: float, wait_s: float) -> None:
-    """A rank as torchrun starts it, with labs.watch's watchdog."""
+    """Run a program as a rank that torchrun would start, under labs.watch's watchdog, and end the process."""
     while not (folder / "port").exists():
         time.sleep(0.01)
     printed = os.open(folder / f"rank{rank}.printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -291,7 +291,7 @@ def be_rank(name: str, rank: int, ranks: int, wrong: int, folder: Path, patience
     watchdog = Watchdog(folder, patience_s, note, "labs.watch")
     watchdog.start()
     (folder / f"ready{rank}").touch()
-    while not all((folder / f"ready{r}").exists() for r in range(ranks)):  # the timeout begins when all have a core
+    while not all((folder / f"ready{r}").exists() for r in range(ranks)):  # start the timeout only once every rank runs
         time.sleep(0.01)
     code, error = 0, ""
     try:
@@ -306,11 +306,11 @@ def be_rank(name: str, rank: int, ranks: int, wrong: int, folder: Path, patience
     watchdog.end(code, error)
     watchdog.report(f"has failed ({error})" if error else "has ended")
     watchdog.stop()
-    os._exit(code)  # threads of a collective that hangs would hold it
+    os._exit(code)  # because threads of a hung collective would block a normal exit
 
 
 def note(folder: Path) -> Iterator[str]:
-    """The watchdog's report: kept for `judged` as well, if it is the first."""
+    """Yield the watchdog's report, and save the first one for `judged`."""
     found: Diagnosis = diagnose(evidence.read(folder))
     own = found.line is not None and found.line.file == __file__
     values: dict[str, Any] = {
@@ -331,19 +331,19 @@ def note(folder: Path) -> Iterator[str]:
 
 
 def category(records: Records) -> str:
-    """Whether most errors come from ranks that are not at fault."""
+    """Say whether most errors come from ranks that are not at fault."""
     errors = records.where("error_s")
     return "most not at fault" if 2 * sum(r.case["at_fault"] for r in errors) < len(errors) else "most at fault"
 
 
 def named(records: Records) -> list[str]:
-    """Programs of which the report had rank, call and line."""
+    """Return the programs whose report names the right rank, call and line."""
     programs = dict.fromkeys(r.case["program"] for r in records.where("right"))
     return [p for p in programs if all(r.value for r in records.where("right", program=p))]
 
 
 def answer(records: Records) -> Iterator[str]:
-    """Which ranks raised, what the watch named, and how soon."""
+    """Yield which ranks raised errors, what labs.watch named, and how soon."""
     errors, programs = records.where("error_s"), {r.case["program"] for r in records.where("right")}
     innocent = sum(not r.case["at_fault"] for r in errors)
     yield f"{len(errors)} ranks raised an error, {innocent} of them because of what another rank did."

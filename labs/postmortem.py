@@ -8,10 +8,9 @@ The diagnosis comes first, then what each rank did last. A folder comes from lab
 labs/recipes/train_ddp_debug.py, or from NCCL: when a collective times out, torch writes its flight recorder to
 ~/.cache/torch/comm_lib_trace_rank_N, or to TORCH_FR_DUMP_TEMP_FILE=/path/prefix_ in a folder that exists (older torch:
 TORCH_NCCL_DEBUG_INFO_TEMP_FILE, with TORCH_NCCL_TRACE_BUFFER_SIZE=2000). torch's own torchfrtrace compares such dumps.
-This adds the line of each rank, a verdict on which rank is wrong, and gloo, on whose records torchfrtrace of torch 2.13
-fails. It was tried on dumps in torch's format, not on a hang under NCCL.
-Exit code: 0, 1 if the cause stays unknown, 2 for bad input. Nothing that the files hold is run, and nothing is sent
-anywhere.
+This adds each rank's line, a verdict on which rank is wrong, and gloo, on whose records torchfrtrace of torch 2.13
+fails. It was tested on dumps in torch's format, not on a hang under NCCL.
+Exit code: 0, 1 if the cause stays unknown, 2 for bad input. It runs nothing from the files and sends nothing anywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HEAD = ("rank", "last collective", "state", "number", "line", "end")
 
 
 def answer(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
-    """The diagnosis, the table of ranks, then which files were used and which could not be: lines."""
+    """Yield lines: the diagnosis, the table of ranks, how many files are NCCL's dumps, and files that can't be used."""
     yield from textwrap.wrap(str(found), 112, subsequent_indent="  ")
     yield ""
     yield from table(evidence, found)
@@ -45,7 +44,7 @@ def answer(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
 
 
 def table(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
-    """One line for each rank, those that the diagnosis names first if there are many."""
+    """Yield a head and a line per rank. Above MOST_ROWS ranks, those in the diagnosis come first, others are cut."""
     job = Job(evidence)
     order = sorted(job.of, key=lambda r: (len(job.of) > MOST_ROWS and r not in found.ranks, r))
     rows = [HEAD, *(_row(job, r) for r in order[:MOST_ROWS])]
@@ -57,7 +56,7 @@ def table(evidence: Sequence[RankEvidence], found: Diagnosis) -> Iterator[str]:
 
 
 def _row(job: Job, rank: int) -> tuple[str, ...]:
-    """Rank, last collective with its size, its state and number in its group, the rank's own line, its end."""
+    """Return a rank's cells, in the order of HEAD."""
     of, call = job.of[rank], job.last(rank)
     line = job.stack_line(rank) or next(iter(call.own if call else ()), None)
     name = "-" if of.calls is None else "none"
@@ -82,7 +81,7 @@ def _end(of: RankEvidence) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.error = lambda message: fail(PROG, message)  # one line, without the usage
     parser.add_argument("folder", type=Path, nargs="?", help="what the ranks left; without it, torch's place for dumps")

@@ -8,7 +8,7 @@
 About 7 s on 2 CPU cores. The factory takes no arguments and returns (map-style dataset, training step that takes a
 batch) and optionally, as a third element, a dictionary of DataLoader options. The step moves the batch to the device,
 and it really trains, so pass a copy of a model that you want to keep. Without --dataset, loads the course's photos as
-from a server that takes 18 ms each, for a simulated GPU whose step sleeps.
+if from a server that takes 18 ms each, for a simulated GPU whose step sleeps.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def tune_dataloader(
 ) -> Tuning:
     """Measure the model and the loader alone, then interleave promising numbers of workers with both together.
 
-    Tries 0, 1, 2, 4, 8, ... workers, up to twice the cores (at least 8), and stops when more bring nothing.
+    Tries 0, 1, 2, 4, 8, ... workers, up to twice the cores (at least 8), and stops when more don't help.
     Synchronises `device` after a step, by default the accelerator if there is one. BadInput if an argument is wrong.
     """
     most = max(8, 2 * core_count()) if max_workers is None else max_workers
@@ -171,7 +171,7 @@ def ladder(most: int) -> list[int]:
 
 
 def is_enough(model: float, loader: Mapping[int, float]) -> bool:
-    """Judge from both sides' rates alone whether more workers than those in `loader` (ascending) bring nothing."""
+    """Judge from both sides' rates alone whether more workers than those in `loader` (ascending) wouldn't help."""
     *before, last = loader
     if last < 2:
         return False

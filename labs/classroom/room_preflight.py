@@ -1,4 +1,4 @@
-"""The preflight for a room: GO or NO-GO for the course on this machine in some 10 seconds, with a report as JSON.
+"""The preflight for a room: GO or NO-GO for the course on this machine in about 10 seconds, with a report as JSON.
 
     python -m labs.hardware_probe --preflight                     # exit code 0 GO, 1 NO-GO, 2 bad input
     python -m labs.hardware_probe --preflight --require-gpus 2    # NO-GO unless torch can use two GPUs
@@ -460,7 +460,7 @@ class Report:
 
 
 def inspect(require_gpus: int, kernel: KernelTrial, root: Path = ROOT) -> Report:
-    """Check everything; takes some 10 s on two cores."""
+    """Check everything; takes about 10 s on two cores."""
     start = time.monotonic()
     first = guarded("quiet cores", lambda: quiet(busy_percent()))  # before anything else runs
     trials = [

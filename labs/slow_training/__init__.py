@@ -1,10 +1,10 @@
-"""Why is this training slow? Buy measurements, name the fault, and see what fixing it gives.
+"""Why is this training run slow? Buy measurements, name the fault, and see what fixing it gains.
 
     python -m labs.slow_training --seed 7 --measure shares
     python -m labs.slow_training --seed 7 --fault slow_loader --gain 1.5
 
-About 4 s on 2 CPU cores. The seed draws one fault, or none; nobody says which. A measurement costs the seconds that it
-takes. If you name the right fault, its line is put back and both trainings take steps in turn.
+About 4 s on 2 CPU cores. The seed draws one fault, or none, without saying which. A measurement costs the seconds that
+it takes. If you name the right fault, the lab fixes its line and interleaves steps with and without the fault.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from labs.slow_training.measurements import MEASUREMENTS, Training, in_turn
 Measurement = Literal["shares", "operators", "memory", "files", "exchange", "arrivals", "settings"]
 STEPS, SEEN_STEPS = 12, 10
 MEASURED_S = 1.0
-"""That the steps of a measurement may take, before there are fewer of them."""
+"""Aim for a measurement's steps: slower scripts take fewer of them."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which training, what is measured, and what is wrong with it in your opinion."""
+    """Which fault to draw, what to measure, and your diagnosis."""
 
     seed: Annotated[int, Interval(ge=0, le=2**31)] = 1
     """Draws the fault."""
@@ -43,9 +43,9 @@ class Config:
     fault: str = ""
     """Your diagnosis: a fault's name, or "healthy"."""
     rounds: Annotated[int, Ge(6)] = 18
-    """Rounds in which both trainings take two steps each."""
+    """Rounds in which both scripts take two steps each."""
     smoke: bool = False
-    """Four steps for each measurement, two rounds."""
+    """Take only four steps per measurement, and two rounds."""
 
     def __post_init__(self) -> None:
         if self.fault:
@@ -53,12 +53,12 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for one rank: nothing would be exchanged."""
+    """Raise BadInput for a single rank, which would exchange nothing."""
     require(world_size >= 2, f"this training needs 2 ranks or more, not {world_size}")
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """What everybody sees for nothing, what was bought, and what the fix gives."""
+    """Yield step times and losses, which are free, then the measurements bought, and what the fix gains."""
     fault = faults.draw(config.seed)
     with tempfile.TemporaryDirectory() as folder:
         make = partial(Training, rank=rank, seed=config.seed, folder=Path(folder))
@@ -88,7 +88,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Step time and losses, findings with their prices, and what the fix gave."""
+    """Yield step time and losses, findings with their prices, and what the fix gained."""
     loss = run.one("loss").samples
     step_s = measure.estimate(run.one("step_s").samples, "s")
     yield f"A step takes {step_s}; the loss went from {loss[0]:.2f} to {loss[-1]:.2f} in {len(loss)} steps."

@@ -1,4 +1,4 @@
-"""The faults: one changed line each, named as the doctor names what it finds, and what is no fault at all."""
+"""Faults of one changed line each, named as the doctor names what it finds, and variants without a fault."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ NAMES = tuple(dict.fromkeys(fault.name for fault in FAULTS + HEALTHY))
 
 
 def draw(seed: int) -> Fault:
-    """The fault of a seed: len(FAULTS + HEALTHY) seeds in a row from a multiple of it have each once."""
+    """Return a seed's fault. With n = len(FAULTS + HEALTHY), seeds k * n to k * n + n - 1 draw each one once."""
     kinds = FAULTS + HEALTHY
     turn, place = divmod(seed, len(kinds))
     return random.Random(turn).sample(kinds, len(kinds))[place]
 
 
 def require_name(name: str) -> None:
-    """BadInput for a fault that there isn't."""
+    """Raise BadInput if there is no fault of this name."""
     if name not in NAMES:
         raise BadInput(f"there is no fault {name!r}: {did_you_mean(name, NAMES)}there are {', '.join(NAMES)}")
 
 
 @cache
 def fixed() -> str:
-    """The text of `train` without any fault."""
+    """Return the source of `train` without any fault."""
     return inspect.getsource(script.train)
 
 
 def source(fault: Fault) -> str:
-    """The text with the fault. ValueError unless the old line is there exactly once."""
+    """Return the source of `train` with the fault. ValueError unless the old text occurs exactly once."""
     if fault.old and fixed().count(fault.old) != 1:
         raise ValueError(f"{fault.name}: {fault.old!r} must stand in train once")
     return fixed().replace(fault.old, fault.new) if fault.old else fixed()
 
 
 def difference(fault: Fault) -> str:
-    """The changed line, and what stands there without the fault."""
+    """Return the changed line, with (-) and without (+) the fault."""
     pairs = zip(source(fault).splitlines(), fixed().splitlines(), strict=True)
     return "\n".join(f"- {a.strip()}\n+ {b.strip()}" for a, b in pairs if a != b)

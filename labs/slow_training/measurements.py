@@ -1,7 +1,7 @@
-"""What can be measured of a training. Each measurement costs the seconds that it takes.
+"""Measurements of a training script. Each costs the seconds that it takes.
 
-All ranks take part. A measurement returns {what: number}, of rank 0 where it doesn't say otherwise, and knows nothing
-of the fault. DDP refuses hooks whose annotations are strings: no `from __future__ import annotations` here.
+All ranks take part. A measurement returns {what: number}, for rank 0 unless it says otherwise, and doesn't know the
+fault. DDP rejects hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
 """
 
 import itertools
@@ -32,7 +32,7 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 
 class Training:
-    """A training that goes step by step, with other objects in place of some names that its script uses."""
+    """A training script that runs step by step. `replaced` holds other objects for some names that it uses."""
 
     def __init__(self, text: str, rank: Rank, seed: int, folder: Path, **replaced: Any) -> None:
         names = vars(script) | replaced
@@ -44,7 +44,7 @@ class Training:
         self.settings = _settings()
 
     def go(self, steps: int = 1) -> None:
-        """Take so many steps. The process's settings are this training's meanwhile."""
+        """Take steps under this script's own settings of the process: threads, dtype and anomaly detection."""
         before = _settings()
         _set(self.settings)
         try:
@@ -73,7 +73,7 @@ Make = Callable[..., Training]
 
 
 def shares(make: Make, rank: Rank, n: int) -> Findings:
-    """Share of each part in rank 0's step; `other` is outside of all parts."""
+    """Return each part's share of rank 0's step; `other` is the rest."""
     spent: Counter[str] = Counter()
 
     @contextmanager
@@ -92,7 +92,7 @@ def shares(make: Make, rank: Rank, n: int) -> Findings:
 
 
 def operators(make: Make, rank: Rank, n: int) -> Findings:
-    """The five operators with most self time, as shares of all operators', and forward passes per backward pass."""
+    """Return the five operators with the most self time, as shares of all, and forward passes per backward pass."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     training = make()
     training.go(WARM)
@@ -107,8 +107,8 @@ def operators(make: Make, rank: Rank, n: int) -> Findings:
 
 
 def memory(make: Make, rank: Rank, n: int) -> Findings:
-    """MB of tensors that a step leaves behind: what is allocated at the end of each step, from a trace."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints its start and its stop
+    """Return MB of tensors that a step leaves behind: the median growth from step end to step end, from a trace."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints its start and stop
     training = make()
     training.go(WARM)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -125,7 +125,7 @@ def memory(make: Make, rank: Rank, n: int) -> Findings:
 
 
 def files(make: Make, rank: Rank, n: int) -> Findings:
-    """MB that rank 0 writes per step into files and connections, as Linux counts them; -1 where nobody counts."""
+    """Return MB that rank 0 writes per step to files and connections, as Linux counts them; elsewhere -1."""
     training = make()
     training.go(WARM)
     before = _written()
@@ -139,7 +139,7 @@ def _written() -> float:
 
 
 def exchange(make: Make, rank: Rank, n: int) -> Findings:
-    """Buckets of gradients that DDP sends per step, and all-reduces besides them."""
+    """Return gradient buckets that DDP sends per step, and other all-reduces per step."""
     buckets, others = [], []
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -164,7 +164,7 @@ def exchange(make: Make, rank: Rank, n: int) -> Findings:
 
 
 def arrivals(make: Make, rank: Rank, n: int) -> Findings:
-    """How much later than the first rank each one hands over its last gradients, as a share of a step."""
+    """Return how much later than the first rank each one hands over its last gradients, as a share of a step."""
     came = [0.0]
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -189,7 +189,7 @@ def _hooked(module: torch.nn.Module, hook: Callable, options: dict[str, Any]) ->
 
 
 def settings(make: Make, rank: Rank, n: int) -> Findings:
-    """Bits of a weight, whether anomaly detection is on, threads, and images in a batch."""
+    """Return bits of a new tensor, whether anomaly detection is on, threads, and images in a batch."""
     training = make()
     training.go(1)
     threads, dtype, anomaly = training.settings
@@ -204,7 +204,7 @@ MEASUREMENTS: dict[str, Callable[[Make, Rank, int], Findings]] = {
 
 
 def in_turn(a: Training, b: Training, rank: Rank, rounds: int) -> list[float]:
-    """a's seconds per image over b's, one ratio for each round of two steps each; the slowest rank counts."""
+    """Return a's seconds per image over b's, one ratio per round of two steps each; the slowest rank counts."""
     for training in (a, b):
         training.go(WARM)
     steps = {"a": lambda: a.go(2), "b": lambda: b.go(2)}

@@ -1,4 +1,4 @@
-"""A training that is as it should be. Each fault of labs.slow_training changes one line of `train`."""
+"""A healthy training script. Each fault of labs.slow_training changes one line of `train`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SYNC_BUFFERS = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 DDP = functools.partial(DistributedDataParallel, **{SYNC_BUFFERS: False})
-"""Each rank keeps BatchNorm's statistics: copying them in forward would hide a late rank."""
+"""Each rank keeps its own BatchNorm statistics: broadcasting them in forward would hide a late rank."""
 
 
 def part(name: str) -> AbstractContextManager[object]:
-    """A named part of a step. A measurement puts a stopwatch in its place."""
+    """Mark a named part of a step. A measurement replaces this function with a timer."""
     return nullcontext()
 
 
@@ -51,7 +51,7 @@ def normalized(images: Tensor) -> Tensor:
 
 
 class DecodedOnDemand(Dataset):
-    """PNG files in memory; each image is decoded whenever it is asked for."""
+    """PNG files in memory; an image is decoded each time it is requested."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.labels, self.files = labels, []
@@ -69,7 +69,7 @@ class DecodedOnDemand(Dataset):
 
 
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of right answers on 512 images."""
+    """Return the accuracy on 512 images."""
     model.eval()
     with torch.no_grad():
         right = (model.module(normalized(images[:512])).argmax(1) == labels[:512]).float().mean().item()
@@ -78,29 +78,29 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """A checkpoint: weights and the optimizer's state."""
+    """Save a checkpoint: weights and the optimizer's state."""
     torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
 
 def medians(model: nn.Module) -> list[float]:
-    """The median magnitude of each weight tensor and of its gradient."""
+    """Return the median magnitude of each weight tensor and of its gradient."""
     return [t.abs().median().item() for p in model.parameters() for t in (p.detach(), p.grad)]
 
 
 def singular_values(model: nn.Module) -> list[float]:
-    """The largest of each weight matrix."""
+    """Return the largest singular value of each weight matrix."""
     return [torch.linalg.matrix_norm(p.detach().flatten(1), 2).item() for p in model.parameters() if p.dim() > 1]
 
 
 def average_weights(model: nn.Module) -> None:
-    """Mean of all ranks' weights, which are the same already."""
+    """Average the weights over all ranks, though they are already the same."""
     for p in model.parameters():
         dist.all_reduce(p.data)
         p.data /= dist.get_world_size()
 
 
 def all_distances(history: list[Tensor], output: Tensor) -> list[Tensor]:
-    """How far apart two outputs of a batch are, of all batches so far, sorted."""
+    """Return the differences between outputs within a batch, for all batches so far, sorted."""
     pairs = (output[:, None, :6] - output[None, :, :6]).detach().flatten()
     return [torch.cat((*history, pairs)).sort().values]
 

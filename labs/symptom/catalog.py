@@ -46,7 +46,7 @@ EVERYDAY = set(
     argument device function input output tensor data dataset batch gpu gpus cuda exit code status loss""".split()
 )
 LOOSE = {"RuntimeError", "ValueError", "AssertionError", "Exception", "DistBackendError", "AcceleratorError", "Error"}
-"""Kinds of exceptions that libraries exchange between versions."""
+"""Kinds of exceptions that libraries swap for one another between versions."""
 NAMES_DECIDE = {
     "NameError": slice(None),
     "KeyError": slice(None),

@@ -3,8 +3,8 @@
     python -m labs.two_nodes --nproc 1
     python -m labs.two_nodes --nproc 1 --parts settings
 
-About 35 s on 2 CPU cores. It plays two machines on this one: two torchruns with torch's own rendezvous and agent, which
-talk over the loopback. Both are forked from one process that has loaded torch, so starting takes no import.
+About 35 s on 2 CPU cores. It simulates two machines on this one with two torchruns, which use torch's own rendezvous
+and agent over the loopback interface. Both are forked from a process that has loaded torch, so they start quickly.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ OF_THIS_RANK = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_", "RANK", "LOCAL_", "WORLD
 
 @dataclass(frozen=True)
 class Config:
-    """What is tried."""
+    """What to try."""
 
     parts: tuple[Part, ...] = ("settings", "deaths")
     """Wrong settings; a machine that dies or freezes during training."""
     steps: Annotated[int, Ge(2)] = 24
     """Optimizer steps of the training run."""
     at_step: Annotated[int, Ge(1)] = 17
-    """So many steps are done when the second machine dies."""
+    """Steps that are done when the second machine dies or freezes."""
     save_every: Annotated[int, Ge(1)] = 5
     """Steps between two checkpoints."""
     group_timeout_s: Annotated[float, Ge(1)] = 3.0
     """Timeout of the process group. torch's default is 30 minutes for gloo, 10 for NCCL."""
     smoke: bool = False
-    """Wrong settings only, and of these two."""
+    """Try only two wrong settings."""
 
     def __post_init__(self) -> None:
         require(bool(self.parts), "parts must hold settings, deaths or both")
@@ -56,7 +56,7 @@ class Config:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each wrong setting, then each fate of a machine, one after the other."""
+    """Yield records of each wrong setting, then of each fate of the second machine."""
     if rank.rank != 0:
         return
     rows = []
@@ -75,7 +75,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 @contextmanager
 def drills(rank: Rank, request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """The process that plays both machines, and its log; all that it starts ends with the block."""
+    """Start the process that plays both machines. Yield it and its log; whatever it started ends with the block."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RANK)}
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     with supervise.watched_folder(sockets=True) as root, unpinned(rank), (root / "drills.log").open("wb") as log:
@@ -94,7 +94,7 @@ def drills(rank: Rank, request: dict[str, Any]) -> Iterator[tuple[subprocess.Pop
 
 
 def setting_records(row: dict[str, Any], rank: Rank) -> Iterator[Record]:
-    """What a wrong setting led to: each machine's message, the first error's seconds, the ranks that computed."""
+    """Yield how many ranks computed with a wrong setting, each machine's message, and seconds to the first error."""
     wrong = next(w for w in WRONG if w.name == row["setting"])
     case = {"setting": wrong.name, "fix": wrong.fix, "default_wait": wrong.default_wait}
     about = {"machine_0": row["machines"][0], "machine_1": row["machines"][1], "of": row["of"]}
@@ -104,7 +104,7 @@ def setting_records(row: dict[str, Any], rank: Rank) -> Iterator[Record]:
 
 
 def death_records(row: dict[str, Any], rows: list[dict[str, Any]], rank: Rank) -> Iterator[Record]:
-    """When rank 0 noticed, what was done twice, and whether the result is the undisturbed run's."""
+    """Yield a run's losses and, after a death, when rank 0 noticed, steps redone, and whether the result is equal."""
     case = {"fate": row["fate"] or "none"}
     yield rank.record("loss", "nats", row["losses"], rank=0, **case)
     if row["fate"]:
@@ -117,7 +117,7 @@ def death_records(row: dict[str, Any], rows: list[dict[str, Any]], rank: Rank) -
 
 
 def category(run: Records) -> str:
-    """What both rounds of the notebook decide."""
+    """Say which settings compute, and how each fate is noticed and ends."""
     parts = [f"{r.case['setting']}: {'computes' if r.value else 'error'}" for r in run.where("computed")]
     timeout = run[0].config["group_timeout_s"]
     for r in run.where("noticed_s"):
@@ -129,7 +129,7 @@ def category(run: Records) -> str:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Which wrong settings print an error, and how long a dead machine stays unnoticed."""
+    """Yield which wrong settings compute without an error, and how long a dead machine stays unnoticed."""
     yield "Two torchruns on this machine play two machines."
     if len(tried := run.where("computed")):
         silent = [r.case["setting"] for r in tried if r.value]

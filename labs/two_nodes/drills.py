@@ -1,8 +1,8 @@
-"""The process that plays both machines: torchruns forked from it, each in a process group of its own.
+"""The process that plays both machines. It forks two torchruns, each in its own process group.
 
     python -m labs.two_nodes.drills FOLDER CONFIG        # labs.two_nodes starts it; it prints a row of JSON per result
 
-It loads torch once, so that a torchrun and its rank start at once. A machine is torchrun and its rank: they get
+It loads torch once, so a torchrun and its rank start immediately. A machine is a torchrun and its rank, which get
 SIGKILL or SIGSTOP together.
 """
 
@@ -40,14 +40,14 @@ INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 NOTICED = "noticed.json"
 Row = dict[str, Any]
 STILL_USED: list[nn.Module] = []
-"""Until the rank's process ends. In a forked rank, taking DDP and its group apart sometimes waits for ever."""
+"""Kept until the rank's process ends: in a forked rank, destroying DDP and its group sometimes hangs."""
 
 
 # What a rank does
 
 
 def meet(folder: str) -> None:
-    """Join the process group, add up rank + 1 over all ranks, and write the sum down."""
+    """Join the process group, add up rank + 1 over all ranks, and write the sum to a file."""
     supervise.end_with_parent()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=6))
     total = torch.tensor(dist.get_rank() + 1.0)
@@ -57,7 +57,7 @@ def meet(folder: str) -> None:
 
 
 def train(folder: str, steps: int, save_every: int, timeout_s: float, fate: str, at_step: int) -> None:
-    """Train with DDP from the newest checkpoint on. Machine 1 meets its `fate` before step `at_step`, once."""
+    """Train with DDP, resuming from the last checkpoint. Machine 1 meets its `fate` once, after `at_step` steps."""
     supervise.end_with_parent()
     place = Path(folder)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
@@ -103,13 +103,13 @@ def meet_fate(place: Path, fate: str) -> None:
 
 
 def save(state: Row, path: Path) -> None:
-    """Write a file that is whole at any time."""
+    """Save a checkpoint atomically."""
     torch.save(state, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
 
 
 def write(path: Path, row: Row) -> None:
-    """A file of JSON that is whole at any time."""
+    """Write a JSON file atomically."""
     path.with_suffix(".new").write_text(json.dumps(row))
     os.replace(path.with_suffix(".new"), path)
 
@@ -118,7 +118,7 @@ def write(path: Path, row: Row) -> None:
 
 
 class Torchrun:
-    """torchrun on one machine with one rank, which calls `function(*args)`; its log, and how it ended."""
+    """A forked torchrun with one rank, which calls `function(*args)`; with its log, exit code and run time."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Torchrun:
                 os.environ.update({"GLOO_SOCKET_IFNAME": INTERFACE, **(environment or {})})
                 code = self._agent(flags, function, args, clock_off_s)
             finally:
-                os._exit(code)  # not through the frames of the process that was forked
+                os._exit(code)  # without unwinding the parent's frames
 
     def _agent(self, flags: dict[str, str], function: Callable[..., None], args: tuple, clock_off_s: float) -> int:
         supervise.hold("torchrun")
@@ -146,7 +146,7 @@ class Torchrun:
         os.dup2(out, 1)
         os.dup2(out, 2)
         logging.basicConfig()
-        logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.INFO)  # says when it waits
+        logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.INFO)  # logs when it waits
         if clock_off_s:
             shift_clock(clock_off_s)
         try:
@@ -161,7 +161,7 @@ class Torchrun:
         return 0
 
     def running(self) -> bool:
-        """Whether it hasn't ended; if it has, `code` and `ended_s` say how and when."""
+        """Return whether it still runs; if not, `code` and `ended_s` (s after its start) say how and when it ended."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -169,18 +169,18 @@ class Torchrun:
         return self.code is None
 
     def kill(self) -> None:
-        """End torchrun and its rank at once; returns when they are gone."""
+        """Kill torchrun and its rank, and wait until they are gone."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         wait_for(lambda: not self.running(), "the end of a torchrun")
 
     def text(self) -> str:
-        """All that torchrun and its rank have printed."""
+        """Return everything that torchrun and its rank have printed."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def shift_clock(seconds: float) -> None:
-    """Let this process's rendezvous read a clock that is off; Linux has no namespace for the time of day."""
+    """Shift the clock that this process's rendezvous reads; Linux has no namespace for the time of day."""
 
     class Shifted(datetime.datetime):
         @classmethod
@@ -200,7 +200,7 @@ def wait_for(done: Callable[[], Any], what: str, limit_s: float = 60.0) -> None:
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """Return a port that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -210,7 +210,7 @@ def free_port() -> int:
 
 
 def try_setting(root: Path, wrong: settings.Wrong) -> Row:
-    """A job with this wrong setting: what each machine says, when the first one fails, and how many ranks computed."""
+    """Run a job with this wrong setting. Return each machine's message, seconds to errors, and ranks that computed."""
     (folder := root / wrong.name.replace(" ", "-")).mkdir()
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) if wrong.port_taken else nullcontext():
@@ -227,7 +227,7 @@ def try_setting(root: Path, wrong: settings.Wrong) -> Row:
         until, failed = time.monotonic() + 20.0, False
         while any([job.running() for job in jobs]) and time.monotonic() < until:
             if not failed and any(job.code for job in jobs):
-                until, failed = time.monotonic() + 1.0, True  # the other machine has a second more to say something
+                until, failed = time.monotonic() + 1.0, True  # one more second for the other machine's message
             time.sleep(0.02)
     waiting = [job.running() for job in jobs]
     for job in jobs:
@@ -249,11 +249,11 @@ def try_setting(root: Path, wrong: settings.Wrong) -> Row:
 
 
 PATIENT = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2, "read_timeout": 20, "join_timeout": 60}
-"""A machine that is silent for 2 s counts as gone here; by torch's defaults (5 s, 3 times) after 15 s."""
+"""Here a machine counts as gone after 2 s of silence; with torch's defaults (5 s, 3 times), after 15 s."""
 
 
 def train_through(root: Path, fate: str, config: Row) -> Row:
-    """A training run whose second machine meets `fate` ("" for none) and is started again with the same command."""
+    """Run training whose second machine meets `fate` ("" for none) and restarts with the same command."""
     (folder := root / f"run-of-{fate or 'none'}").mkdir()
     port = free_port()
     args = [config["steps"], config["save_every"], config["group_timeout_s"], fate, config["at_step"]]
@@ -267,7 +267,7 @@ def train_through(root: Path, fate: str, config: Row) -> Row:
     row: Row = {"fate": fate}
     if fate:
         wait_for((folder / NOTICED).exists, "an error on rank 0", 60 + config["group_timeout_s"])
-        jobs[1].kill()  # what a scheduler does: end what is left, run the same command again
+        jobs[1].kill()  # as a scheduler does: end what is left, run the same command again
         restarted = time.time()
         jobs[1] = start(1)
     wait_for(lambda: not any([job.running() for job in jobs]), "a training run", 90)
@@ -279,12 +279,12 @@ def train_through(root: Path, fate: str, config: Row) -> Row:
         first = next(float(at) for _, at, _ in lines if float(at) > noticed["time"])
         row |= {"noticed_s": noticed["time"] - begun["time"], "error": noticed["line"], "back_s": first - restarted}
         row |= {"redone": len(lines) - config["steps"]}
-    last = {int(step): loss for step, _, loss in lines}  # of a step done twice, the second loss
+    last = {int(step): loss for step, _, loss in lines}  # the second loss of a step that was done twice
     return row | {"losses": [float(last[step]) for step in sorted(last)], "weights": digest(folder / "last.pt")}
 
 
 def digest(path: Path) -> str:
-    """A checksum of every number in the checkpoint's model."""
+    """Return a checksum of all weights in a checkpoint."""
     state = torch.load(path, weights_only=True)["model"]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
 

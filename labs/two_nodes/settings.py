@@ -1,4 +1,4 @@
-"""torchrun's options on each machine, and one wrong setting at a time: what a user sees of it, and the fix."""
+"""torchrun's options on each machine, wrong settings with their fixes, and the first error in what torchrun prints."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, field
 
 SHORT = {"read_timeout": 2, "join_timeout": 4}
-"""Seconds in --rdzv-conf where a setting is wrong; torch's own defaults are 60 and 600."""
+"""Timeouts in s in --rdzv-conf, used with wrong settings; torch's own defaults are 60 and 600."""
 
 
 def options(node: int, port: int, conf: dict[str, int]) -> dict[str, str]:
-    """torchrun's options on machine `node`. Only `is_host` differs: without it torchrun guesses who holds the store."""
+    """Return machine `node`'s options. Only `is_host` differs: without it, torchrun guesses who holds the store."""
     conf = {"is_host": int(node == 0), **conf}
     return {
         "--nnodes": "2",
@@ -35,9 +35,9 @@ class Wrong:
     """{machine: {option: wrong value}}; {port} is filled in."""
     environment: dict[int, dict[str, str]] = field(default_factory=dict)
     clock_off_s: float = 0.0
-    """The second machine's clock is off by this."""
+    """By how much the second machine's clock is off."""
     later: bool = False
-    """The second machine starts when the first one already waits for it."""
+    """Whether the second machine starts only when the first one already waits for it."""
     port_taken: bool = False
 
 
@@ -46,7 +46,7 @@ WRONG = (
         "endpoint with another address",
         "the first node's address, as the others see it",
         "60 s (read_timeout)",
-        options={1: {"--rdzv-endpoint": "192.0.2.1:{port}"}},  # RFC 5737: nobody has this address
+        options={1: {"--rdzv-endpoint": "192.0.2.1:{port}"}},  # RFC 5737: no machine has this address
     ),
     Wrong("port already taken", "a port per job", "at once", port_taken=True),
     Wrong(
@@ -69,14 +69,14 @@ WRONG = (
 ERROR = re.compile(r"(?:^|[\s.])([A-Z]\w*(?:Error|Exception))(?:: (.+))?$")
 """The last line of a traceback, wherever torchrun's own log prefixes put it."""
 WRAPPERS = {"ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "RendezvousConnectionError"}
-"""Errors raised around the one that says something."""
+"""Errors that only wrap the informative one."""
 
 
 def first_error(text: str) -> str:
-    """The first error in what torchrun and its ranks printed that isn't a wrapper; "" if there is none."""
+    """Return the first error that torchrun and its ranks printed and that isn't a wrapper; "" if there is none."""
     for line in text.splitlines():
         if (found := ERROR.search(line)) and found[1] not in WRAPPERS:
-            message = re.sub(r"\[[^]]*?/([\w.]+:\d+)\]", r"[\1]", found[2] or "")  # of a path, the file
+            message = re.sub(r"\[[^]]*?/([\w.]+:\d+)\]", r"[\1]", found[2] or "")  # keeps only the file of a path
             message = re.sub(r"(\[enforce fail at )\S*/", r"\1", message)
             message = re.sub(r",? keys: /.*", "", message)  # names in the store
             return (f"{found[1]}: {message}" if message else found[1])[:200]

@@ -14,7 +14,7 @@ rank's Python line, gloo, and a verdict on which of two ranks is wrong, from the
 
 Progress is a collective, an optimizer step, a DataLoader batch, a new place of the main thread in the program, CPU time
 of the process or its children, or bytes through files and sockets. So a long save, a long validation or a compilation
-is no hang. It can't detect an endless loop that computes, which looks like a long validation. Give each collective a
+isn't a hang. It can't detect an endless loop that computes, which looks like a long validation. Give each collective a
 timeout (init_process_group(timeout=...)), so that a waiting rank gets an error.
 
 Ranks find each other through torchrun's store, even across machines. They need the folder on a shared disk; otherwise

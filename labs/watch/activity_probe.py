@@ -79,7 +79,7 @@ class ActivityProbe:
         """Measure all threads but this one, plus the time in which the main thread could have run but found no free
         core.
 
-        A host that waits for NCCL spins, which is no work: then only a new stack counts.
+        A host that waits for NCCL spins, which isn't work: then only a new stack counts.
         """
         busy = time.process_time() - time.thread_time() + _waited_for_a_core(os.getpid())
         share = self._rate("computing", busy)

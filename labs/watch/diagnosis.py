@@ -235,7 +235,7 @@ def _first_difference(job: Job, group: str) -> dict[int, Call] | None:
 def _left_the_way(job: Job, calls: dict[int, Call]) -> bool:
     """Return whether a rank calls from an unusual line while the others are where it has been before.
 
-    A rank that was never there has its own branch, which is no fault.
+    A rank that was never there has its own branch, which isn't a fault.
     """
     if len({_where(c) for c in calls.values()}) == 1:
         return False

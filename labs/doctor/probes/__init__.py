@@ -1,4 +1,4 @@
-"""Eight probes for training that runs and is wrong: they observe a script, and are silent when they can't decide."""
+"""Eight probes that detect training that runs but is wrong. They observe a script, and stay silent when unsure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from labs.doctor.probes.validation import Validation
 __all__ = ["Probes", "merge"]
 
 SEVERITY = "replicas effect shapes data accumulation validation checkpoint workers warning".split()
-"""The probes, most severe first."""
+"""Values of `Match.probe`, most severe first."""
 KEPT_AT = (5, 55, 144, 377, 987)
-"""Steps at which findings are kept, for scripts that end soon and take their objects with them."""
+"""An optimizer's steps after which findings are saved, because a script may drop its objects before it ends."""
 
 
 class Probes:
-    """All probes of one rank, which the hooks call. An error in one of them ends that probe and nothing else."""
+    """All probes of one rank; the hooks call them. An error in a probe removes only that probe."""
 
     def __init__(self, folder: str, scratch: str) -> None:
-        """`folder` is the script's; worker processes leave small files in `scratch`."""
+        """`folder` holds the script; DataLoader workers write small files to `scratch`."""
         self.scene = scene = Scene(folder, scratch)
         losses, schedules, data = Losses(scene), Schedules(scene), Data(scene)
         self.probes: list[Any] = [
             Replicas(scene, data),
-            schedules,  # before what a schedule that is too short leads to
+            schedules,  # before Effect: a schedule that ends early causes its findings
             Effect(scene),
             losses,
             Warnings(scene, losses),
@@ -45,24 +45,24 @@ class Probes:
             Saving(scene, schedules),
             Validation(scene, data),
         ]
-        self.functions: dict[str, list[tuple[Any, Callable]]] = {}  # Of all probes, by event
+        self.functions: dict[str, list[tuple[Any, Callable]]] = {}  # All probes' handlers, by event
         scene.keep = self.findings
         self.last: list[dict[str, Any]] = []  # Findings while the script's optimizers were alive
 
     def install(self) -> None:
-        """Take part in the script from here on. Call it once torch is imported, before other hooks."""
+        """Start observing the script. Call it after torch is imported and before other hooks are installed."""
         os.register_at_fork(after_in_child=self.scene.forked)
         for probe in self.probes:
             if hasattr(probe, "install"):
                 probe.install()
 
     def remove(self) -> None:
-        """Put back all that was replaced."""
+        """Restore every replaced function."""
         self.scene.undo.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Observe nothing: steps of a counterfactual are not the script's."""
+        """Observe nothing within the block, because a counterfactual's steps aren't the script's."""
         self.scene.paused = True
         try:
             yield
@@ -71,7 +71,7 @@ class Probes:
             self.notice("resumed")
 
     def notice(self, event: str, *args: Any) -> None:
-        """Have all probes observe an event in the script's thread."""
+        """Call each probe's handler of an event; a handler that returns DONE has seen enough."""
         if self.scene.paused:
             return
         of = self.functions.get(event)
@@ -93,7 +93,7 @@ class Probes:
     # Events
 
     def before_step(self, optimizer: Any) -> None:
-        """Observe an optimizer that begins its step."""
+        """Observe an optimizer at the start of its step."""
         scene, key = self.scene, id(optimizer)
         if not scene.paused:
             if scene.optimizers.get(key) is not optimizer:
@@ -101,7 +101,7 @@ class Probes:
             self.notice("before_step", optimizer, scene.steps_of[key] + 1)
 
     def after_step(self, optimizer: Any) -> None:
-        """Observe what its step has changed."""
+        """Count the step, and observe what it changed."""
         scene, key = self.scene, id(optimizer)
         if not scene.paused:
             scene.step += 1
@@ -111,12 +111,12 @@ class Probes:
                 self.findings()
 
     def forward(self, module: Any, *args: Any) -> None:
-        """Observe that the script calls an outermost model: with gradients, within backward, and its arguments."""
+        """Observe a call of an outermost model. `args`: with gradients? within backward? then the call's arguments."""
         self.scene.roots.setdefault(id(module), module)
         self.notice("forward", module, *args)
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return what is found so far, as JSON holds it. Once the script has dropped its objects that is final."""
+        """Return the findings so far as JSON values. They are final once the script has dropped its optimizers."""
         if self.scene.optimizers or not self.last:
             rows: list[Any] = []
             for probe in list(self.probes):
@@ -130,7 +130,7 @@ class Probes:
 
 
 def merge(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
-    """Put the findings of all ranks together, most severe first; compare what they say about data and replicas."""
+    """Merge all ranks' findings without duplicates, most severe first, and compare the ranks' weights and inputs."""
     seen = [Match(**row) for of in per_rank for row in of if not row["probe"].startswith("_")]
     seen += replicas.compare(per_rank) + data.compare(per_rank)
     first: dict[tuple, Match] = {}

@@ -1,4 +1,4 @@
-"""Ranks and workers that see the same data or the same random numbers, and workers whose memory grows."""
+"""Detect ranks and workers that see the same data or the same random numbers, and workers whose memory grows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from labs.kit import _compat
 
 LOOK_S, MOST_LOOKS, FEWEST_LOOKS = 0.2, 60, 8
 FEWEST_BATCHES = 16
-"""Of each worker in the second half of the looks: a worker that has just begun grows for other reasons."""
+"""Minimum per worker in the second half of the looks: a worker that has just started grows for other reasons."""
 LEAK_MB, HALF = 8.0, 0.45
-"""Growth of a worker in the second half of the looks: in MB, and as a share of its growth after the first quarter."""
+"""Minimum growth in the second half of the looks: MB per worker, and share of the growth since the first quarter."""
 MANY_OBJECTS = 50_000
 DRAWS = frozenset("randint randperm permutation choice choices sample integers multinomial shuffle randrange".split())
 ADDS = ("append", "extend", "add", "setdefault", "update")
 WRITES = (3, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Batches of a worker after which it leaves what it knows."""
+"""Batches after which a worker writes what it knows."""
 
 
 class Data:
@@ -43,22 +43,22 @@ class Data:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.loaders: dict[int, dict[str, Any]] = {}
-        """By number of an iterator: its loader, whether steps were taken between its batches, batches."""
+        """By iterator number: its loader, batches requested, and those with a step since the one before."""
         self.numbers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self.current = self.last = self.rewound = 0  # Iterators so far; which of them gave the last batch
-        self.latest: Any = None  # The loader iterated last, alive until what it delivered has been counted
+        self.current = self.last = self.rewound = 0  # Iterators so far; last one used; counterfactuals so far
+        self.latest: Any = None  # The loader iterated last, kept alive until its batches have been counted
         self.epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        """Of each DistributedSampler that shuffles: epoch and step when a pass over it began."""
+        """By shuffling DistributedSampler: (epoch, step) at the start of each pass over it."""
         self.inputs: list[tuple[int, int]] = []
         self.input_at = ("", 0)
         self.parallel = ""
         self.looks: list[tuple[int, dict[int, float]]] = []
         self.looked, self.rarer = 0.0, 1
         self.worker: dict[str, Any] = {}
-        self.made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Lines that make loaders and shares of data
+        self.made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Lines that create loaders and samplers
 
     def install(self) -> None:
-        """Before any loader starts its workers: they inherit what is replaced here."""
+        """Hook into loaders and samplers. Call it before a loader forks workers, because they inherit the hooks."""
         from torch.utils.data import DataLoader, DistributedSampler
 
         self.scene.listen(_compat.LoaderIterator, "__init__", self._making)
@@ -89,11 +89,11 @@ class Data:
         return original(iterator)
 
     def training(self, loader: Any) -> bool:
-        """Return whether steps were taken between batches of a loader."""
+        """Return whether optimizer steps were taken between a loader's batches."""
         return any(of["training"] for of in self.loaders.values() if of["loader"]() is loader)
 
     def shared_out(self) -> bool:
-        """Return whether a DistributedSampler shares the training's data out."""
+        """Return whether a DistributedSampler splits the training data."""
         return any(type(sampler).__name__ == "DistributedSampler" for sampler in self._training_samplers())
 
     def _training_samplers(self) -> list[Any]:
@@ -107,7 +107,7 @@ class Data:
             self.epochs.setdefault(sampler, []).append((sampler.epoch, self.scene.step))
 
     def forward(self, module: Any, training: bool, again: bool, args: Any, kwargs: Any) -> object:
-        """Take a digest of what a model is given in the first steps."""
+        """Digest the model's inputs in the first steps."""
         step = self.scene.step
         if training and not again and step <= WARM_UP and not (self.inputs and self.inputs[-1][0] == step):
             self.parallel = self.parallel or _data_parallel(module)
@@ -117,11 +117,11 @@ class Data:
         return DONE if step > WARM_UP else None
 
     def resumed(self) -> None:
-        """Count: a counterfactual has put the random state back, so that later epochs may begin as earlier ones."""
+        """Count counterfactuals: each restores the random state, so later epochs may start like earlier ones."""
         self.rewound += 1
 
     def after_step(self, optimizer: Any, number: int) -> None:
-        """Look at the workers' memory now and then."""
+        """Measure the workers' memory from time to time."""
         now = time.monotonic()
         if now < self.looked + LOOK_S * self.rarer or not hasattr(psutil, "LINUX"):
             return
@@ -175,7 +175,7 @@ class Data:
     # Findings
 
     def findings(self) -> list[Match | dict[str, Any]]:
-        """Return what loaders, samplers and workers show, and the digests of this rank's inputs."""
+        """Return findings about loaders, samplers and workers, and this rank's input digests for `compare`."""
         rows = [json.loads(path.read_text()) for path in Path(self.scene.scratch).glob("worker-*.json")]
         left = [row for row in rows if row["number"] in self.loaders]
         out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
@@ -190,11 +190,11 @@ class Data:
             row = {"kind": self.parallel, "digests": digests, "place": place, "sampler": self._share()}
             if (place := self._stream(dataset)) is not None:
                 row |= {"place": place, "stream": type(dataset).__name__}
-            out += [{"probe": "_inputs", **row}] if drawn else []  # else made-up data, as of a benchmark
+            out += [{"probe": "_inputs", **row}] if drawn else []  # otherwise made-up data, as in a benchmark
         return out
 
     def _stream(self, dataset: Any) -> tuple[str, int] | None:
-        """Return the line of the __iter__ of a stream of the script's own."""
+        """Return the place of `__iter__` if the dataset is one of the script's own streams, else None."""
         code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None) if self._is_stream(dataset) else None
         return (code.co_filename, code.co_firstlineno) if code and self.scene.owns(code.co_filename) else None
 
@@ -202,12 +202,12 @@ class Data:
         return isinstance(dataset, torch.utils.data.IterableDataset)
 
     def _share(self) -> list[Any] | None:
-        """Return rank and line of the sampler that shares the training's data out."""
+        """Return [rank, place] of the DistributedSampler that splits the training data; None if unknown."""
         samplers = [s for s in self._training_samplers() if s in self.made]
         return [samplers[0].rank, list(self.made[samplers[0]])] if samplers else None
 
     def _draws_rows(self) -> bool:
-        """Return whether the script picks its batches out of its data at random."""
+        """Return whether the script picks batches from its data at random."""
         for file in self.scene.sources():
             nodes = list(ast.walk(parsed(file)))
             drawn: set[str] = set()
@@ -256,7 +256,7 @@ class Data:
         return matched("same-draws", self._assigned(name) or at, name=name, **words)
 
     def _assigned(self, name: str) -> tuple[str, int] | None:
-        """Return the first line that assigns to an attribute, or else to a variable, of this name."""
+        """Return the first place that assigns to this name; for a dotted name, preferably to an attribute."""
         made = [(f, n) for f in self.scene.sources() for n, _ in assignments(f, name)]
         held = [(f, n) for f, n in made if any(isinstance(t, ast.Attribute) for of in n.targets for t in ast.walk(of))]
         return next(((f, n.lineno) for f, n in (held if "." in name else []) or made), None)
@@ -297,7 +297,7 @@ class Data:
         yield matched("workers-grow", place, workers=len(last), **words)
 
     def _grower(self, name: str) -> tuple[str, int] | None:
-        """Return the line that adds to a list, a dict or a set of this name, or the cached function of this name."""
+        """Return the line that adds to a list, dict or set of this name, or that decorates a function of this name."""
         for file in self.scene.sources():
             for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.FunctionDef) and node.name == name and node.decorator_list:
@@ -311,7 +311,7 @@ class Data:
 
 
 def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
-    """Return a finding if all ranks of a data-parallel training were given the same, changing batches."""
+    """Return a finding if all ranks of a data-parallel run got the same batches, and these change between steps."""
     rows = [row for of in per_rank for row in of if row["probe"] == "_inputs"]
     if len(rows) < 2 or len(rows) != len(per_rank) or not all(row["kind"] for row in rows):
         return []
@@ -329,7 +329,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
 
 
 def _random(node: ast.AST, drawn: set[str]) -> bool:
-    """Return whether an expression draws random numbers, or has a name that holds some."""
+    """Return whether an expression draws random numbers or uses a variable in `drawn`, which holds some."""
     inner = list(ast.walk(node))
     return any(isinstance(n, ast.Call) and name_in(n.func) in DRAWS for n in inner) or any(
         isinstance(n, ast.Name) and n.id in drawn for n in inner
@@ -337,7 +337,7 @@ def _random(node: ast.AST, drawn: set[str]) -> bool:
 
 
 def _data_parallel(module: Any) -> str:
-    """Return how a model's ranks share the data; "" if they may be meant to see the same."""
+    """Return "ddp" or "fsdp" if each rank should get its own data; "" if ranks may share data on purpose."""
     kind = type(module).__name__
     if kind == "OptimizedModule":
         return _data_parallel(module._orig_mod)
@@ -351,13 +351,13 @@ def _data_parallel(module: Any) -> str:
 
 
 def _digest(tree: Any) -> int:
-    """Return a number that is the same for the same tensors."""
+    """Return a checksum of the tensors in a tree: their shapes and `some` elements."""
     with torch.no_grad():
         return zlib.crc32(repr([(list(t.shape), some(t).tolist()) for t in tensors_in(tree)]).encode())
 
 
 def _private_mb(pid: int) -> float | None:
-    """Return what memory a process shares with no other, in MB; None if the system doesn't say."""
+    """Return a process's private memory, in MiB, including swap; None if the system doesn't report it."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -366,7 +366,7 @@ def _private_mb(pid: int) -> float | None:
 
 
 def _held(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a dataset holds by name, two objects deep, and the variables that its functions can see."""
+    """Yield (name, value): attributes of a dataset and of objects up to two levels below, cached methods, globals."""
     seen, level = set(), [("dataset", dataset)]
     for _ in range(3):
         following = []
@@ -388,7 +388,7 @@ def _held(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _random_states(dataset: Any) -> dict[str, int]:
-    """Return a digest of each generator that a worker may draw from, by name."""
+    """Return {name: digest of its state} for each random number generator that a worker may use."""
     numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {
         "the module random": random.getstate(),
@@ -409,7 +409,7 @@ def _random_states(dataset: Any) -> dict[str, int]:
 
 
 def _sizes(dataset: Any) -> dict[str, int]:
-    """Return how many entries each list, dict, set and cached function has that a dataset holds."""
+    """Return {name: number of entries} of each list, dict, set and unbounded function cache in a dataset."""
     sizes = {}
     for name, value in _held(dataset):
         if isinstance(value, list | dict | set):
@@ -420,7 +420,7 @@ def _sizes(dataset: Any) -> dict[str, int]:
 
 
 def _repeated(one: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the generators that began in the same state elsewhere, and that were used."""
+    """Yield names of generators that were used and that started in the same state in one of `others`."""
     before, after = one.get("before", {}), one.get("after", {})
     for name, state in before.items():
         if after.get(name) != state and any(r.get("before", {}).get(name) == state for r in others):
@@ -428,7 +428,7 @@ def _repeated(one: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[str
 
 
 def _bounded(loader: Any, row: dict[str, Any], grown: dict[str, tuple[int, int]]) -> bool:
-    """Return whether what a worker has grown may be a cache that ends with the data: with an entry for each sample."""
+    """Return whether everything that grew may be a cache bounded by the data, with one entry per sample."""
     held = [getattr(loader.dataset, name.partition(".")[2], None) for name in grown]
     if not all(isinstance(h, dict) or hasattr(h, "cache_info") for h in held) or _batches(loader) == math.inf:
         return False
@@ -442,7 +442,7 @@ def _bounded(loader: Any, row: dict[str, Any], grown: dict[str, tuple[int, int]]
 
 
 def _batches(loader: Any) -> float:
-    """Of an epoch; of a stream nobody knows."""
+    """Return the batches per epoch; infinity for a stream of unknown length."""
     try:
         return len(loader)
     except TypeError:

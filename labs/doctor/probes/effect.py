@@ -1,4 +1,4 @@
-"""Steps without effect: gradients, parameters and learning rates around a few calls of an optimizer's step."""
+"""Detect steps without effect from gradients, parameters and learning rates around a few optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import DONE, Scene, around, leaves, listed, local, looks_at, some
 
 HALF_UNCHANGED, UNCHANGED = 0.5, 0.95
-"""Shares of the elements with a gradient that a step leaves as they are: in 16 bits, and in any format."""
+"""Limits for the share of elements with a gradient that a step leaves unchanged: 16-bit formats, other formats."""
 FEWEST = 3  # Samples that must agree
-FROM_THE_START = 20  # Steps with learning rate 0 from the first one on; warm-ups begin with one or a few
+FROM_THE_START = 20  # Steps at learning rate 0 from the start that count as a fault; a warm-up has one or a few
 LOSS = re.compile(r"loss|percept|teacher|critic|discrim|reward|lpips|vgg", re.I)
-"""Names of networks whose gradients nobody wants."""
+"""Names of networks whose gradients go unused, such as a teacher or a perceptual loss."""
 MOST, MOST_NODES = 16, 2_000
-"""Tensors that are compared after the warm-up; operations that are looked through for the nearest parameter."""
+"""Maximum tensors to compare after the warm-up; maximum operations to search for the nearest parameter."""
 
 
 class Effect:
@@ -32,28 +32,28 @@ class Effect:
         self.samples: dict[int, list[dict[str, Any]]] = {}  # By id of the optimizer
         self.places: dict[int, tuple[str, int]] = {}
         self.zero: dict[int, list[int]] = {}
-        """By optimizer: longest run of steps at learning rate 0, the current one, steps, first of the longest run."""
+        """By optimizer: longest and current run of steps at learning rate 0, steps so far, longest run's first step."""
         self.casts: list[tuple[weakref.ref, tuple[str, int]]] = []
-        """Modules that were put into 16 bits, and the lines that did so."""
+        """Modules cast to 16 bits, and the lines that cast them."""
         self.moved_frozen: set[int] = set()  # Optimizers that change parameters with requires_grad=False
         self.missing: dict[str, Any] = {}
-        self.gone: set[int] = set()  # Optimizers whose gradients were there after backward and not at the step
-        self.had: dict[int, bool] = {}  # Optimizers that had gradients after backward, and whether any was not 0
+        self.gone: set[int] = set()  # Optimizers whose gradients existed after backward but not at the step
+        self.had: dict[int, bool] = {}  # Optimizers that had gradients after backward: whether any was nonzero
         self.zeroed: set[int] = set()  # Optimizers whose gradients were all set to 0 between backward and step
         self.before: list[tuple[Any, Any]] = []
         self.canary: Any = None
         self.stale, self.stale_at = 0, ("", 0)
         self.nearest: Any = None  # The parameter that is nearest to the loss and used once
         self.made: dict[int, tuple[str, int]] = {}  # Lines that made optimizers
-        self.replaced: tuple[str, int] | None = None  # Where a model got other parameters after an optimizer was made
+        self.replaced: tuple[str, int] | None = None  # Line that replaced parameters after an optimizer was made
         self.loaded: weakref.WeakSet = weakref.WeakSet()
         self.counting: Any = None
         self.calls: list[bool] = []
-        """Calls of the module of `nearest`, with gradients or without, during `passes` backward passes."""
+        """Whether gradients were enabled, for each call of `nearest`'s module during `passes` backward passes."""
         self.passes = 0
 
     def install(self) -> None:
-        """Note which lines put a module into 16 bits, and which modules get weights from elsewhere."""
+        """Note lines that cast modules to 16 bits or create optimizers, and modules that load weights."""
         self.scene.listen(torch.nn.Module, "load_state_dict", self._loading)
         self.scene.listen(torch.optim.Optimizer, "__init__", self._making)
         for name in ("to", "half", "bfloat16"):
@@ -81,7 +81,7 @@ class Effect:
         return DONE if self.scene.step > 2 else None
 
     def after_backward(self, losses: list[Any]) -> None:
-        """See whether there are gradients that a misplaced zero_grad() would remove."""
+        """Note which optimizers have gradients now, which a misplaced zero_grad() would remove."""
         self.passes += 1
         if not any(looks_at(number + 1) for number in self.scene.steps_of.values()):
             return
@@ -93,9 +93,9 @@ class Effect:
                 self.had[key] = any(bool((some(g) != 0).any()) for g in held if not g.is_sparse)
 
     def before_step(self, optimizer: Any, number: int) -> None:
-        """Keep some elements of each parameter."""
+        """Copy some elements of each parameter."""
         self.before = []
-        infinite = getattr(optimizer, "found_inf", None)  # a loss scaler has a fused optimizer skip this step
+        infinite = getattr(optimizer, "found_inf", None)  # a GradScaler makes a fused optimizer skip this step
         if not looks_at(number) or (infinite is not None and bool(local(infinite).item())):
             return
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
@@ -104,7 +104,7 @@ class Effect:
         self.before = [(p, some(p).clone()) for p in parameters if not p.is_sparse]
 
     def after_step(self, optimizer: Any, number: int) -> None:
-        """Compare them, and see the learning rate."""
+        """Compare these elements, and note the learning rate."""
         key = id(optimizer)
         rates = [g.get("lr") for g in optimizer.param_groups]
         rates = [float(r) for r in rates if isinstance(r, int | float) or getattr(r, "is_cpu", False)]
@@ -156,7 +156,7 @@ class Effect:
             self.zeroed.add(id(optimizer))
 
     def _look_for_missing(self, number: int) -> None:
-        """Find parameters of the model that get gradients and that no optimizer has."""
+        """Find model parameters that get gradients but belong to no optimizer."""
         scene = self.scene
         if number == 3:
             objects = gc.get_objects()
@@ -190,12 +190,12 @@ class Effect:
             if self.counting is not None:
                 self.counting.remove()
                 if not all(self.calls) or len(self.calls) != self.passes:
-                    self.missing["copies"] = []  # a network that measures a loss: it's called for the target as well
+                    self.missing["copies"] = []  # a loss network, because it's also called for the target
             same = [p for p, was in self.missing["copies"] if bool((some(p) == was).all()) and p.grad is not None]
             self.missing |= {"copies": [], "names": [scene.name_of(p) for p in same]}
 
     def _look_at_autocast(self, device: str, number: int) -> None:
-        """Try whether a weight's copy in 16 bits outlives a step: that of a weight of our own, which we change."""
+        """Test with a small weight of ours, changed after each look, whether autocast's 16-bit copy outlives a step."""
         if number > 5 or not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
             return
         if self.canary is None:
@@ -216,7 +216,7 @@ class Effect:
     # Findings
 
     def findings(self) -> list[Match]:
-        """Return what these samples show."""
+        """Return the findings from the samples so far."""
         out = self._zero_rates() + self._missing()
         for key, samples in self.samples.items():
             place = self.places.get(key, ("", 0))
@@ -239,7 +239,7 @@ class Effect:
         return next(iter(self.places.values()), ("", 0))
 
     def _by_others(self, key: int) -> bool:
-        """Return whether this step isn't PyTorch's own: its rounding and its rules are not known."""
+        """Return whether the optimizer isn't PyTorch's own, or is LBFGS: its rounding and rules are unknown."""
         step = type(self.scene.optimizers[key]).step
         code = getattr(step, "__wrapped__", step)
         module = getattr(code, "__module__", "")
@@ -253,7 +253,7 @@ class Effect:
             calls = [(f, c.lineno) for f, c in self.scene.calls() if "clip_grad" in ast.unparse(c.func)]
             return [matched("gradients-zeroed", calls[0] if len(calls) == 1 else place, **words)]
         if len(self.scene.optimizers) > 1 or self._by_others(key):
-            return []  # one of several may wait for its phase of the training
+            return []  # one of several may wait for its phase of training
         if any(s["gradients"] for s in used):
             return [matched("zero-gradients", place, **words)]
         if self.replaced:
@@ -263,7 +263,7 @@ class Effect:
     def _unchanged(self, key: int, place: tuple[str, int], used: list[dict[str, Any]]) -> list[Match]:
         rates = [s["rate"] for s in used if s["rate"] is not None]
         if self._by_others(key) or (rates and max(rates[-1], rates[len(rates) // 2]) > rates[0]):
-            return []  # rounding that isn't known, or a warm-up
+            return []  # unknown rounding, or a warm-up
         for dtype in sorted({d for s in used for d in s["pushed"]}):
             pushed = sum(s["pushed"].get(dtype, (0, 0))[0] for s in used)
             unchanged = sum(s["pushed"].get(dtype, (0, 0))[1] for s in used)
@@ -280,7 +280,7 @@ class Effect:
         return []
 
     def _cast_of(self, key: int) -> tuple[str, int] | None:
-        """Return the last line that put a model of this optimizer into 16 bits."""
+        """Return the last line that cast a model of this optimizer to 16 bits; None if there is none."""
         mine = {id(p) for g in self.scene.optimizers[key].param_groups for p in g["params"]}
         modules = [(ref(), place) for ref, place in reversed(self.casts) if place[0]]
         return next((at for m, at in modules if m is not None and any(id(p) in mine for p in m.parameters())), None)
@@ -300,7 +300,7 @@ class Effect:
         return [matched(rule, self.replaced or self._optimizer_line(), tensors=tensors, names=listed(names))]
 
     def _optimizer_line(self) -> tuple[str, int]:
-        """Return the line that made the only optimizer, else the first that steps."""
+        """Return the line that created the optimizer if there is only one, else the first line that steps."""
         made = [self.made[key] for key in self.scene.optimizers if key in self.made]
         return made[0] if len(made) == 1 and made[0][0] else self._first_step()
 
@@ -310,7 +310,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def _in_plain_lists(module: Any) -> list[Any]:
-    """Return the parameters of modules that an attribute holds in a list, a tuple or a dict."""
+    """Return the parameters of modules that an attribute of `module` holds in a plain list, tuple or dict."""
     out: list[Any] = []
     for value in vars(module).values():
         if isinstance(value, list | tuple | dict) and value:

@@ -1,7 +1,7 @@
-"""Shapes that are broadcast in a loss, micro-batches that are averaged without their sizes, and PyTorch's warnings.
+"""Detect losses that broadcast, micro-batches averaged regardless of their sizes, and PyTorch's serious warnings.
 
-Both probes read the graph that backward() is about to walk: it holds the shapes, the divisors and the ignored targets,
-whatever library or compiler called the model.
+The first two read the graph that backward() is about to walk. It holds the shapes, the divisors and the ignored
+targets, whichever library or compiler called the model.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ TWICE = {
     "binary_cross_entropy_with_logits": ("BinaryCrossEntropyWithLogitsBackward0", "SigmoidBackward0", "A sigmoid"),
     "cross_entropy": ("LogSoftmaxBackward0", "SoftmaxBackward0", "A softmax"),
 }
-"""Losses that have an activation in them, their node, that of the activation, and its name."""
+"""Losses that include an activation: {function: (graph node of the loss, that of the activation, its name)}."""
 DOUBLED = {(loss, activation) for loss, activation, _ in TWICE.values()}
-UNEQUAL, FEWEST = 1.25, 3  # Ratio of the largest and smallest weight of a token in a step; steps that must show it
+UNEQUAL, FEWEST = 1.25, 3  # Ratio of a step's largest to smallest weight per term; steps that must show it
 EPISODES = re.compile(r"\b(episodes?|rewards?|rollouts?|advantages?)\b", re.I)
 """Words of reinforcement learning, where each episode's mean counts the same on purpose."""
 SIZES = re.compile(r"target size \(torch.Size\(\[([\d, ]*)\]\)\).*input size \(torch.Size\(\[([\d, ]*)\]\)\)")
@@ -60,18 +60,18 @@ SERIOUS = {
     "None of the inputs have requires_grad=True": "This checkpointed part gets no gradient: use_reentrant=False",
     "that is not a leaf Tensor is being accessed": "Its .grad is always None: call retain_grad(), or read a leaf",
 }
-"""Parts of warnings that mean that training is wrong, and the fix."""
+"""Texts in warnings that mean training is wrong, and the fix."""
 
 
 def pairs(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Return whether two tensors with as many elements are broadcast to more: each element meets several others."""
+    """Return whether shapes with equally many elements broadcast to more, so that each element meets several."""
     longest = max(len(a), len(b))
     wide = [max(x, y) for x, y in zip((1,) * (longest - len(a)) + a, (1,) * (longest - len(b)) + b, strict=True)]
     return math.prod(a) == math.prod(b) > 1 and math.prod(wide) > math.prod(a)
 
 
 class Losses:
-    """Read the graphs of some steps."""
+    """Read the autograd graphs of some steps."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -79,14 +79,14 @@ class Losses:
         self.undo: ExitStack | None = None
         self.shapes: list[Match] = []
         self.squares: dict[tuple[int, ...], tuple[Any, Any, tuple[str, int]]] = {}
-        """By shape: what was broadcast to it in the watched step by arithmetic without gradients, and where."""
+        """By shape: the two shapes that arithmetic broadcast to it in the watched step, and where."""
         self.window: list[tuple[tuple, dict[tuple, tuple[float, float]]]] = []
-        """Of this step: line of backward and the parameter nearest to the loss, and weights by path in the graph."""
+        """This step's backward passes: line and id of the nearest parameter; (weight, terms) by path in the graph."""
         self.ratios: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-        """By line of backward: of each step ratio of the weights, fewest and most terms."""
+        """By line of backward(): the ratio of weights, the fewest and the most terms of each step."""
 
     def before_backward(self, losses: list[Any]) -> None:
-        """Look at the graphs of these losses."""
+        """Read the graphs of these losses."""
         if not looks_at(self.scene.step + 1):
             return
         for loss in losses:
@@ -127,13 +127,13 @@ class Losses:
         self.suspects = 0
 
     def resumed(self) -> None:
-        """Forget what a counterfactual has cut in two."""
+        """Forget the step that a counterfactual interrupted."""
         self.window = []
 
     # Shapes
 
     def _squared(self, child: Any, of: Any) -> bool:
-        """Return whether an operation makes n x n values of n that the model gave, or pairs each row with each row."""
+        """Return whether an operation turns n of the model's values into n x n, or pairs each row with every row."""
         inner, outer = _shape(child), _shape(of)
         if inner is None or outer is None or child.name() in ("UnsqueezeBackward0", "torch::autograd::AccumulateGrad"):
             return False
@@ -182,7 +182,7 @@ class Losses:
             self.shapes.append(match)
 
     def warned(self, message: str, place: tuple[str, int]) -> bool:
-        """Return whether a warning of PyTorch's was about such shapes."""
+        """Note the shapes in PyTorch's warning about a loss. Return whether it is one and any broadcast is noted."""
         if (sizes := SIZES.search(message)) is None:
             return False
         target, given = (tuple(int(n) for n in part.split(",") if n.strip()) for part in sizes.groups())
@@ -193,7 +193,7 @@ class Losses:
     # Accumulation
 
     def _weights(self, node: Any, factor: float, path: tuple, deep: int) -> Iterator[tuple[tuple, tuple[float, float]]]:
-        """Yield what each term of the losses below a node weighs, and how many terms there are."""
+        """Yield (path, (weight of each term, number of terms)) of the losses below a node."""
         if node is None or not deep:
             return
         name, nexts = node.name(), [child for child, _ in node.next_functions]
@@ -229,12 +229,12 @@ class Losses:
             return _terms(tuple(node._saved_self.shape))
         ignored, target = node._saved_ignore_index, node._saved_target
         terms = float((target != (ignored - 2**64 if ignored >= 2**63 else ignored)).sum())
-        return terms / math.prod(target.shape[1:]) if target.dim() > 1 else terms  # of pictures, not of their pixels
+        return terms / math.prod(target.shape[1:]) if target.dim() > 1 else terms  # count images, not pixels
 
     # Findings
 
     def findings(self) -> list[Match]:
-        """Return both kinds."""
+        """Return findings about shapes and about micro-batches."""
         out = list(self.shapes)
         for place, steps in self.ratios.items() if not EPISODES.search(self.scene.text()) else ():
             unequal = [(low, high) for ratio, low, high in steps if ratio >= UNEQUAL]
@@ -247,7 +247,7 @@ class Losses:
 
 
 def _below(node: Any) -> str:
-    """Return the name of the operation that gave a tensor, below views of it."""
+    """Return the name of the operation below a node's views and copies; "" if there is none."""
     for _ in range(DEEPEST):
         if node is None or node.name() not in THROUGH:
             break
@@ -256,7 +256,7 @@ def _below(node: Any) -> str:
 
 
 def _terms(shape: tuple[int, ...]) -> float:
-    """Return how many samples or tokens a mean is of: pixels of differently sized images don't count."""
+    """Return how many samples or tokens a mean covers; of images only their number, as their sizes may differ."""
     return float(math.prod(shape) if len(shape) < 3 else shape[0])
 
 
@@ -266,23 +266,23 @@ def _shape(node: Any) -> tuple[int, ...] | None:
 
 
 class Warnings:
-    """Keep what PyTorch warns of that is serious, with the script's line; Python goes on showing it."""
+    """Keep PyTorch's serious warnings, with the script's line. Python still shows them."""
 
     def __init__(self, scene: Scene, losses: Losses) -> None:
         self.scene, self.losses = scene, losses
         self.seen: dict[tuple[str, int], Match] = {}
 
     def install(self) -> None:
-        """Take part in how warnings are shown."""
+        """Observe warnings.showwarning."""
         self.scene.listen(warnings, "showwarning", self._showing)
 
     def _showing(self, warning: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
         text = " ".join(str(warning).partition("(Triggered internally")[0].split())
-        place = self.scene.line(sys._getframe(4))  # below are `guarded`, `listen` and `replacement`
+        place = self.scene.line(sys._getframe(4))  # skips `guarded`, `listen` and `replacement`
         fix = next((fix for part, fix in SERIOUS.items() if part in text), "")
         if not self.losses.warned(text, place) and fix:
             self.seen[place] = matched("torch-warned", place, text=text[:300].rstrip("."), fix=fix)
 
     def findings(self) -> list[Match]:
-        """Return them."""
+        """Return the serious warnings so far."""
         return list(self.seen.values())

@@ -1,4 +1,4 @@
-"""Ranks that train different models: their weights, who exchanged gradients, and which line went past DDP."""
+"""Detect ranks that train different models, from their weights, their exchanges and calls that bypass DDP."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from labs.doctor.probes.scene import DONE, Scene, some
 from labs.kit import _compat
 
 AT = (0, 1, 3, 7)
-"""Optimizer steps after which weights are compared, right before the next one: wrappers have sent theirs by then."""
+"""Steps after which weights are compared, right before the next step: by then, wrappers have sent theirs."""
 SAME = 1e-6
-"""Relative difference of sums up to which weights are the same: where ranks exchange, they are so bit by bit."""
-LARGE = 1024  # Elements: less is a metric, not weights or gradients
+"""Relative difference of sums up to which weights count as equal; ranks that exchange are equal bit for bit."""
+LARGE = 1024  # Elements; a smaller tensor is a metric, not weights or gradients
 EXCHANGES = (
     "all_reduce broadcast all_gather all_gather_into_tensor reduce reduce_scatter reduce_scatter_tensor all_to_all "
     "all_to_all_single"
 ).split()
 POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
 OTHERS = ("deepspeed", "horovod", "megatron", "colossalai", "pipelin", "model_averaging")
-"""Words in a script that exchanges in ways of its own."""
+"""Words in scripts that exchange weights or gradients in other ways."""
 KNOWN = (
     "rank group digests shapes outer outside grad_at bypass through_ddp forward_at backward_at exchange_at unsynced_at "
     "made_at"
 ).split()
-"""What a rank leaves of its state for `compare`."""
-BIG = 0.25  # Of all weights: who sends as many elements at once sends weights
+"""Attributes that a rank passes to `compare`."""
+BIG = 0.25  # Share of all elements: a call that sends more than this sends weights
 
 
 class Replicas:
-    """Digest the weights that are meant to be the same on all ranks."""
+    """Digest the weights that should be the same on all ranks."""
 
     def __init__(self, scene: Scene, data: Data) -> None:
         self.scene, self.data = scene, data
         self.ddp: list[weakref.ref] = []
-        self.digests: dict[str, list[list[float]]] = {}  # By step: sums of each parameter of the DDP models, or of all
-        self.outer: dict[str, list[list[float]]] = {}  # Of each parameter that is trained outside of them
+        self.digests: dict[str, list[list[float]]] = {}  # By step: sums of each parameter in DDP, or of all
+        self.outer: dict[str, list[list[float]]] = {}  # The same for those trained outside DDP
         self.shapes: list[list[int]] = []
         self.bypass: tuple[str, int] | None = None
         self.forward_at = self.backward_at = self.exchange_at = self.made_at = ("", 0)
         self.last_at = self.unsynced_at = ("", 0)
-        """The last backward pass so far, and of a step, if it ran in no_sync()."""
+        """Line of the latest backward pass, and of the latest before a step, if it ran in no_sync()."""
         self.backwards = self.synced = self.through_ddp = 0
         self.large = self.weights = self.point_to_point = self.any = False
         self.reduced: set[int] = set()
         self.grad_at = ("", 0)
-        """Where the gradients of a wrapped model come from torch.autograd.grad, which no hook of DDP sees."""
+        """Line where torch.autograd.grad computes a wrapped model's gradients, which DDP's hooks don't see."""
         self.outside = ("", ("", 0))  # Name and line of the first module or parameter that is trained outside DDP
         self.fsdp = False
         self.rank, self.group = 0, [0]
 
     def install(self) -> None:
-        """See which models are wrapped, and what the script itself sends."""
+        """Note which models are wrapped, and what the script itself sends."""
         dist = torch.distributed
         self.scene.listen(torch.autograd, "grad", self._grading)
         ddp = torch.nn.parallel.DistributedDataParallel
@@ -94,11 +94,11 @@ class Replicas:
             self.weights = self.weights or big or bool(pointers & {p.data_ptr() for p in parameters})
 
     def wrapped(self) -> list[Any]:
-        """Return the DDP modules that are alive, in the order in which they were made."""
+        """Return the live DDP modules, in order of creation."""
         return [m for m in (ref() for ref in self.ddp) if m is not None and hasattr(m, "module")]
 
     def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> object:
-        """See whether a model is called past the DDP that holds it."""
+        """Note whether a model is called directly, bypassing the DDP that wraps it."""
         if self.scene.step > AT[-1]:
             return DONE
         if not training or again:
@@ -111,7 +111,7 @@ class Replicas:
         return None
 
     def before_backward(self, losses: list[Any]) -> object:
-        """Count passes in which DDP exchanges gradients."""
+        """Count backward passes, and those in which DDP exchanges gradients."""
         if self.scene.step > AT[-1]:
             return DONE
         wrapped = self.wrapped()
@@ -124,7 +124,7 @@ class Replicas:
         return None
 
     def before_step(self, optimizer: Any, number: int) -> object:
-        """Take the sums."""
+        """Sum up the parameters at the steps in AT."""
         if self.scene.step > AT[-1]:
             return DONE
         self.unsynced_at = self.last_at
@@ -141,7 +141,7 @@ class Replicas:
         if outside and not self.outside[0]:
             self.outside = self.scene.maker_of(outside[0])
         wrapped, dist = self.wrapped(), torch.distributed
-        self.rank = dist.get_rank()  # now: a script leaves its group before it ends
+        self.rank = dist.get_rank()  # read now, because a script leaves its group before it ends
         self.group = [*range(dist.get_world_size())]
         if wrapped:
             self.group = dist.get_process_group_ranks(wrapped[0].process_group)
@@ -152,7 +152,7 @@ class Replicas:
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def _compared(self) -> tuple[list[Any], list[Any]]:
-        """Return the parameters of DDP models, or all, and those that are trained outside of them."""
+        """Return parameters of DDP models and those trained outside them; without DDP, all parameters and none."""
         inside: dict[int, Any] = {}
         ignored: set[int] = set()
         for m in self.wrapped():
@@ -188,7 +188,7 @@ class Replicas:
 
 
 def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
-    """Return what the digests of the ranks of one group show."""
+    """Return the findings from the digests of one process group's ranks."""
     rows = [row for of in per_rank for row in of if row["probe"] == "_replicas"]
     rows = [row for row in rows if row["rank"] in rows[0]["group"]] if rows else []
     if len(rows) < 2 or any(row["shapes"] != rows[0]["shapes"] or row["ddp"] != rows[0]["ddp"] for row in rows):
@@ -207,7 +207,7 @@ def compare(per_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Match]:
 
 
 def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any]]:
-    """Return why the models of ranks differ, by its name in texts.toml, and the line; "" if they may on purpose."""
+    """Return why the ranks' models differ, as a name in texts.toml, and the line; "" if it may be on purpose."""
     forward_at, backward_at, exchange_at = (row[f"{what}_at"] for what in ("forward", "backward", "exchange"))
     if not row["ddp"] and row["reduced"] >= 0.9:
         made_at = row["made_at"]
@@ -230,7 +230,7 @@ def _reason(row: dict[str, Any], start_differs: bool) -> tuple[str, Sequence[Any
 
 
 def _outside(rows: list[dict[str, Any]]) -> list[Match]:
-    """Return a finding if what is trained outside DDP is the same on all ranks at first, and not later."""
+    """Return a finding if parameters outside DDP differ at the last step but not the first (or data is split)."""
     first, steps = rows[0], list(rows[0]["outer"])
     if not first["ddp"] or len(steps) < 2 or any(row["others"] or list(row["outer"]) != steps for row in rows):
         return []
@@ -243,7 +243,7 @@ def _outside(rows: list[dict[str, Any]]) -> list[Match]:
 
 
 def _apart(digests: list[list[list[float]] | None]) -> tuple[int, float] | None:
-    """Return how many tensors differ between ranks, and by how much at most; None if a rank has no digest."""
+    """Return (tensors that differ between ranks, largest relative difference); None without comparable digests."""
     if any(d is None or len(d) != len(digests[0]) for d in digests):
         return None
     different, most = 0, 0.0

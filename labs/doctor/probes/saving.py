@@ -1,4 +1,4 @@
-"""Checkpoints that lack part of the training, and "best" weights that are the live ones."""
+"""Detect checkpoints that lack part of the training state, and "best" weights that are the live ones."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ BY_STEP = re.compile(r"step|epoch|iter|rank|idx|\bi\b")
 
 
 class Saving:
-    """Look into what torch.save is given, and at state dicts that live on."""
+    """Inspect what torch.save is given, and state dicts that the script keeps."""
 
     def __init__(self, scene: Scene, schedules: Schedules) -> None:
         self.scene, self.schedules = scene, schedules
         self.saves: dict[int, dict[str, Any]] = {}  # By step: kinds of state that were saved, and the line
-        self.taken: dict[int, dict[str, Any]] = {}  # By id of a state dict: since which step there is one, and its line
+        self.taken: dict[int, dict[str, Any]] = {}  # By id of a state dict: step and line that made it
         self.seen: dict[tuple[int, str], int] = {}
         self.aliases: list[Match] = []
-        self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)  # Latest steps, and whose they were
+        self.steps: deque[tuple[int, int]] = deque(maxlen=RECENT)  # Latest steps, and ids of their optimizers
         self.scheduler_names: set[str] = set()
         self.scalers: list[weakref.ref] = []
 
     def install(self) -> None:
-        """Replace torch.save and both ends of a state dict."""
+        """Observe torch.save, state_dict() and load_state_dict()."""
         self.scene.listen(torch, "save", self._saving)
         self.scene.listen(torch.nn.Module, "state_dict", after=self._taking)
         self.scene.listen(torch.nn.Module, "load_state_dict", self._loading)
@@ -79,7 +79,7 @@ class Saving:
         return _pointers(self.scene.parameters())
 
     def after_step(self, optimizer: Any, number: int) -> None:
-        """Look for containers in the script's variables that hold the live weights since an earlier step."""
+        """Search the script's variables for containers that have held the live weights since an earlier step."""
         self.steps.append((self.scene.step, id(optimizer)))
         if number <= WARM_UP or not looks_at(number) or self.aliases:
             return
@@ -136,7 +136,7 @@ class Saving:
             self.scalers = [weakref.ref(s) for s in scalers if s.is_enabled()]
 
     def _not_held(self, held: list[Any], recent: set[int]) -> list[str]:
-        """Return the names of trained parameters, and statistics of their models, that no saved tensor can be."""
+        """Return names of trained parameters, batch norm statistics and averages that no saved tensor can be."""
         scene = self.scene
         optimizers = [o for k in recent if (o := scene.optimizers.get(k)) is not None]
         trained = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
@@ -165,7 +165,7 @@ class Saving:
             rest[tuple(tensor.shape)] -= 1
             if not _pointers([tensor]) <= pointers:
                 missing.append((name, tuple(tensor.shape)))
-        return list(dict.fromkeys(n for n, shape in missing if rest[shape] < 0))  # else one may be a copy of it
+        return list(dict.fromkeys(n for n, shape in missing if rest[shape] < 0))  # else a saved one may be its copy
 
     def _kind(self, key: Any, value: Any, depth: int) -> str | None:
         if isinstance(value, torch.nn.Module):
@@ -185,7 +185,7 @@ class Saving:
     # Findings
 
     def findings(self) -> list[Match]:
-        """Return both kinds."""
+        """Return the first alias and the first incomplete checkpoint."""
         schedulers = [s for s in (of.ref() for of in self.schedules.seen.values()) if s is not None]
         scheduled = [s for s in schedulers if id(optimizer_of(s)) in self.scene.optimizers]
         text = self.scene.text() if self.saves or scheduled else ""
@@ -196,7 +196,7 @@ class Saving:
         return [*self.aliases[:1], *([matched("checkpoint-lacks", at, lacks=" and ".join(lacks))] if at else [])]
 
     def _lacks(self, of: dict[str, Any], scheduled: list[Any], text: str) -> list[str]:
-        """Return what a checkpoint lacks of the training's state."""
+        """Return the parts of the training state that a checkpoint lacks."""
         kinds, names, lacks = of["kinds"], of.get("lacks", []), []
         if "optimizer" in kinds:
             if scheduled and "scheduler" not in kinds and not WINDS_FORWARD.search(text):
@@ -214,13 +214,13 @@ class Saving:
         return lacks
 
     def _resumes(self, text: str) -> bool:
-        """Return whether the script goes on from a step that it has loaded, with an optimizer that has a state."""
+        """Return whether the script resumes from a loaded step or epoch, with an optimizer that has state."""
         state = any(o.state for o in self.scene.optimizers.values())
         reads = re.search(r"\[[\"'](\w*(epoch|step|iter)\w*)[\"']\]\s*(\+|\n|$|\))", text)
         return state and bool(RESUMES.search(text)) and bool(reads)
 
     def _unseen_save(self, text: str) -> tuple[str, int] | None:
-        """Return a line, not run so far, that saves an optimizer's state; None if any line saves a schedule's."""
+        """Return a line, not run so far, that saves an optimizer's state; None if a line saves or skips a schedule."""
         names = "|".join([r"\w*sched\w*", *map(re.escape, sorted(self.scheduler_names))])
         if re.search(rf"\b({names})(\[\w+\])?\.state_dict\(", text) or WINDS_FORWARD.search(text):
             return None
@@ -230,7 +230,7 @@ class Saving:
 
 
 def _inside(obj: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield what a saved object holds, with its key and depth; not what is in the state of an optimizer."""
+    """Yield (key, value, depth) of a saved object, to depth 3, without the contents of optimizer states."""
     level: list[tuple[Any, Any]] = [("", obj)]
     for depth in range(4):
         following: list[tuple[Any, Any]] = []
@@ -257,7 +257,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _restored(file: str, name: str) -> bool:
-    """Return whether a state dict is kept under an ordering comparison, or loaded into the model it came from."""
+    """Return whether `name` keeps a state dict if a comparison such as < holds, or is loaded back into its model."""
     tree = parsed(file)
     inside = [
         n

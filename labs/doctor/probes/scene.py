@@ -1,4 +1,4 @@
-"""What all probes share: when to look, which line of the script called, and what its source says."""
+"""Shared by all probes: when to look, which line of the script called, and what its source says."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PATHS = {os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", 
 LIBRARIES = tuple(path + os.sep for path in PATHS)
 WARM_UP = 5
 LATER = frozenset((13, 34, 55, 89, 144, 233, 377, 610, 987, 1597))
-"""Steps at which the probes look: the first WARM_UP, which the doctor doesn't time, and fewer and fewer after them."""
-DONE = object()  # What a probe returns that has seen enough of an event
-PER_TENSOR = 512  # Elements of a tensor that are compared; they are spread evenly over it
+"""Steps at which probes look, besides the first WARM_UP, which the doctor doesn't time; they get rarer."""
+DONE = object()  # A handler returns it once it has seen enough of an event
+PER_TENSOR = 512  # Maximum elements of a tensor to compare, evenly spaced
 
 
 def looks_at(step: int) -> bool:
-    """Return whether the probes look at an optimizer's step of this number, counted from 1."""
+    """Return whether probes look at an optimizer's step of this number, from 1."""
     return step <= WARM_UP or step in LATER
 
 
 class OwnLines:
-    """Which source files are the script's own, and which of their lines led to a frame."""
+    """Recognises the script's own source files, and finds their lines that led to a frame."""
 
     def __init__(self, folder: str) -> None:
         """`folder` holds the script."""
@@ -42,11 +42,11 @@ class OwnLines:
         self._own: dict[str, bool] = {}
 
     def owns(self, file: str) -> bool:
-        """Return whether a source file is the script's or lies in its folder, and isn't installed."""
+        """Return whether a source file lies in the script's folder and isn't an installed package's."""
         if file not in self._own:
             path = os.path.realpath(file)
             inside = path.startswith(self.folder + os.sep) and not path.startswith(LIBRARIES)
-            self._own[file] = inside and "-packages" not in path[len(self.folder) :]  # pip's --user is there
+            self._own[file] = inside and "-packages" not in path[len(self.folder) :]  # where pip --user installs
         return self._own[file]
 
     def frames(self, frame: types.FrameType | None = None) -> Iterator[types.FrameType]:
@@ -54,9 +54,9 @@ class OwnLines:
         return (f for f in callers(frame or sys._getframe(1)) if self.owns(f.f_code.co_filename))
 
     def line(self, frame: types.FrameType | None = None) -> tuple[str, int]:
-        """Return file and line of the nearest frame of the script's own; ("", 0) without one."""
+        """Return (file, line) of the script's innermost frame; ("", 0) if there is none."""
         frame, own = frame or sys._getframe(1), self._own
-        while frame is not None:  # no generator: it is called in each step
+        while frame is not None:  # not a generator, because it's called in each step
             name = frame.f_code.co_filename
             if own[name] if name in own else self.owns(name):
                 return name, frame.f_lineno
@@ -79,8 +79,8 @@ class Scene(OwnLines):
         self.roots: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # Outermost modules called, by id
         self.undo = ExitStack()
         self.keep: Callable[[], Any] = bool
-        """Call it at what a script may do last, before it drops its objects: it keeps the findings so far."""
-        self.spans: Any = None  # Of the hooks: what observers take is no part of the script's step
+        """Saves the findings so far. Call it after what may be a script's last act before it drops its objects."""
+        self.spans: Any = None  # The hooks' clock: observers' time isn't part of the script's step
 
     def away(self) -> bool:
         """Return whether nothing may be observed: in a counterfactual, another thread, a fork or a compiler's trace."""
@@ -89,18 +89,18 @@ class Scene(OwnLines):
         return torch.compiler.is_compiling()
 
     def forked(self) -> None:
-        """Observe nothing any more: this process is a child of the script's."""
+        """Stop observing: this process was forked from the script's."""
         self.thread = -1
 
     def replace(self, owner: Any, name: str, by: Callable, undo: ExitStack | None = None) -> None:
-        """Have `by(original, *args)` called for `owner.name`, until `undo` is closed or the probes are removed."""
+        """Make `owner.name` call `by(original, *args)` until `undo` is closed or the probes are removed."""
         original, undo = getattr(owner, name), undo or self.undo
         inherited = name not in vars(owner)
         setattr(owner, name, replacement(by, original))
         undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, original)
 
     def listen(self, owner: Any, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
-        """Have calls of `owner.name` observed: `before(*args)` and `after(result, *args)`, whose errors end nothing."""
+        """Observe calls of `owner.name` by `before(*args)` and `after(result, *args)`, whose errors are ignored."""
 
         def observed(original: Callable, *args: Any, **kwargs: Any) -> Any:
             if before is not None and not self.away():
@@ -113,7 +113,7 @@ class Scene(OwnLines):
         self.replace(owner, name, observed)
 
     def guarded(self, function: Callable, *args: Any, **kwargs: Any) -> None:
-        """Call an observer outside the script's time; the script goes on if it fails."""
+        """Call an observer outside the script's time; if it fails, the script continues."""
         if self.spans is not None:
             self.spans.enter("doctor")
         try:
@@ -145,12 +145,12 @@ class Scene(OwnLines):
     # Parameters
 
     def parameters(self) -> list[Any]:
-        """Return the parameters of all optimizers that have stepped, each once."""
+        """Return the parameters of all optimizers that have stepped, without duplicates."""
         held = [p for o in list(self.optimizers.values()) for g in o.param_groups for p in g["params"]]
         return list({id(p): p for p in held}.values())
 
     def objects(self, values: Any, deep: int = 3, most: int = 3_000) -> Iterator[tuple[str, Any]]:
-        """Yield variables by name, and what the script's own objects and short containers among them hold."""
+        """Yield (name, value) of variables and of what the script's own objects and short containers hold."""
         level, seen = list(values), set()
         for _ in range(deep):
             following: list[tuple[str, Any]] = []
@@ -213,7 +213,7 @@ def listed(names: list[str]) -> str:
 
 
 def operands(root: Any, most: int, through: frozenset[str] | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yield (operation, operand) of a graph, nearest to its root first, below operations of these names only."""
+    """Yield (operation, operand) pairs of up to `most` nodes, root first, following only operations in `through`."""
     level = deque([root])
     for _ in range(most):
         node = level.popleft() if level else None
@@ -231,7 +231,7 @@ def leaves(root: Any, most: int) -> Iterator[Any]:
 
 
 def local(tensor: Any) -> Any:
-    """Return the part of a tensor that this rank holds, without its history."""
+    """Return this rank's part of a tensor, detached."""
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
@@ -252,7 +252,7 @@ def tensors_in(tree: Any, depth: int = 4) -> Iterator[Any]:
 
 @lru_cache(maxsize=256)
 def parsed(file: str) -> ast.Module:
-    """Return a source file's tree; an empty one if Python can't read it."""
+    """Return a source file's syntax tree; an empty one if Python can't parse it."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
@@ -266,7 +266,7 @@ def around(file: str, line: int, kinds: type | tuple[type, ...]) -> list[Any]:
 
 
 def function_text(file: str, line: int) -> str:
-    """Return the source of the innermost function that holds a line; the line itself at a module's level."""
+    """Return the source of the innermost function around a line; outside functions, the line itself."""
     found = around(file, line, (ast.FunctionDef, ast.AsyncFunctionDef))
     lines = linecache.getlines(file)
     return "".join(lines[found[0].lineno - 1 : found[0].end_lineno] if found else lines[line - 1 : line])
@@ -280,7 +280,7 @@ def name_in(node: ast.AST) -> str:
 
 
 def assignments(file: str, name: str) -> Iterator[tuple[ast.Assign, ast.expr]]:
-    """Yield the assignments to a name, an attribute or an item of that name, with the value that it gets."""
+    """Yield (assignment, assigned value) for each variable, attribute or item of that name."""
     last = name.rpartition(".")[2]
     for node in ast.walk(parsed(file)):
         for target in node.targets if isinstance(node, ast.Assign) else []:
@@ -299,16 +299,16 @@ def assigned(file: str, name: str) -> tuple[str, int]:
 
 
 def planned(frames: list[types.FrameType]) -> float | None:
-    """Return how many times the innermost frame's line runs by the loops around it; None if they don't say."""
+    """Return how many times the loops in these frames run the innermost frame's line; None if that is unknown."""
     total = 1.0
     for frame in frames:
         for loop in around(frame.f_code.co_filename, frame.f_lineno, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
             if isinstance(loop, ast.FunctionDef | ast.Lambda):
                 break
-            if isinstance(loop, ast.While):  # `while step < STEPS` around loops over batches: they leave it
+            if isinstance(loop, ast.While):  # `while step < STEPS` limits the steps of all loops in it
                 below = isinstance(loop.test, ast.Compare) and isinstance(loop.test.ops[0], ast.Lt | ast.LtE)
                 return _number(_meaning(loop.test.comparators[0], frame)) if below else None
-            if loop.lineno != frame.f_lineno:  # else the frame stands in the loop's head
+            if loop.lineno != frame.f_lineno:  # otherwise the frame is at the loop's own line
                 rounds = _rounds(loop.iter, frame)
                 if rounds is None:
                     return None
@@ -338,7 +338,7 @@ PLAIN = ast.Name | ast.Attribute | ast.Constant | ast.BinOp | ast.operator | ast
 
 
 def _meaning(node: ast.expr, frame: types.FrameType) -> Any:
-    """Return what names, attributes, constants, arithmetic and len() mean in a frame; None for anything else."""
+    """Evaluate names, attributes, constants, arithmetic and len() in a frame; return None for anything else."""
     for part in ast.walk(node):
         if not isinstance(part, PLAIN) and not (isinstance(part, ast.Call) and ast.unparse(part.func) == "len"):
             return None

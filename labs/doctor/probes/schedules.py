@@ -1,4 +1,4 @@
-"""Learning rate schedules that are stepped more than once per step of their optimizer, or far too soon for it."""
+"""Detect learning rate schedules that are stepped more than once per optimizer step, or that fade far too soon."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from labs.doctor.bottlenecks import Match, matched
 from labs.doctor.probes.scene import Scene, planned
 
 FEWEST = 3
-MOSTLY = 0.8  # Of the optimizer's steps that were seen
-SHORT = 0.9  # Of the planned calls: a schedule that is shorter ends before the training does
+MOSTLY = 0.8  # Minimum share of the optimizer's steps with several calls
+SHORT = 0.9  # Share of the planned calls; a shorter schedule ends before training does
 FADED, EARLY = 1e-4, 0.25
-"""A rate below this share of the highest one changes little; it should be so in the last calls, not in the first."""
+"""A rate below FADED times the highest one changes little: a fault within the first EARLY of the planned calls."""
 RETURNING = ("CosineAnnealingWarmRestarts", "CyclicLR")
 
 
 class Schedule:
-    """What is known of one."""
+    """What is known about one schedule."""
 
     def __init__(self, scheduler: Any) -> None:
         self.kind, self.ref = type(scheduler).__name__, weakref.ref(scheduler)
         self.calls: list[tuple[tuple[str, int], int]] = []
-        """Since the optimizer's last step: line, and backward passes until then."""
+        """Calls since the optimizer's last step: line, and number of backward passes so far."""
         self.windows = self.repeated = self.most = 0
         self.lines: set[tuple[str, int]] = set()
         self.interleaved = self.by_library = self.looked = False
@@ -34,13 +34,13 @@ class Schedule:
 
 
 class Schedules:
-    """Count calls of `step` between two steps of the optimizer."""
+    """Count calls of scheduler.step() between two optimizer steps."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.seen, self.depth, self.backwards = scene, {}, 0, 0
 
     def install(self) -> None:
-        """Replace `step` where a schedule of PyTorch defines it."""
+        """Observe `step` of each PyTorch schedule that defines it."""
         module = sys.modules["torch.optim.lr_scheduler"]
         for kind in {k for k in vars(module).values() if isinstance(k, type) and issubclass(k, module.LRScheduler)}:
             if "step" in vars(kind):
@@ -77,11 +77,11 @@ class Schedules:
             of.length = _length(scheduler, of.planned)
 
     def after_backward(self, losses: list[Any]) -> None:
-        """Count: calls with one between them belong to other micro-batches."""
+        """Count backward passes: calls with one between them belong to different micro-batches."""
         self.backwards += 1
 
     def resumed(self) -> None:
-        """Forget what a counterfactual has cut in two."""
+        """Forget the step that a counterfactual interrupted."""
         for of in self.seen.values():
             of.calls = []
 
@@ -92,7 +92,7 @@ class Schedules:
             if scheduler is None or optimizer_of(scheduler) is not optimizer:
                 continue
             of.windows += 1
-            if len(of.calls) > 1 and of.windows > 1:  # before the first step a script may wind its schedule forward
+            if len(of.calls) > 1 and of.windows > 1:  # before its first step, a script may fast-forward its schedule
                 of.repeated += 1
                 of.most = max(of.most, len(of.calls))
                 of.lines |= {line for line, _ in of.calls}
@@ -100,7 +100,7 @@ class Schedules:
             of.calls = []
 
     def findings(self) -> list[Match]:
-        """Return one for each schedule that is certainly stepped too often."""
+        """Return a finding for each schedule that certainly runs too fast."""
         return [row for of in self.seen.values() if (row := self._judge(of)) is not None]
 
     def _judge(self, of: Schedule) -> Match | None:
@@ -110,7 +110,7 @@ class Schedules:
             return None
         known = of.planned is not None and of.length is not None
         if known and of.length >= SHORT * of.planned:
-            return None  # it is as long as all these calls
+            return None  # it is long enough for all these calls
         endless = of.kind in ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR", "ReduceLROnPlateau")
         if not known and (of.interleaved or not (len(of.lines) > 1 or endless)):
             return None
@@ -123,7 +123,7 @@ class Schedules:
 
 
 def optimizer_of(scheduler: Any) -> Any:
-    """Return the schedule's optimizer, out of a library's wrapper."""
+    """Return the schedule's optimizer, unwrapped from any library's wrapper."""
     optimizer = getattr(scheduler, "optimizer", None)
     while "optimizer" in getattr(optimizer, "__dict__", {}):
         optimizer = optimizer.optimizer
@@ -131,7 +131,7 @@ def optimizer_of(scheduler: Any) -> Any:
 
 
 def _length(scheduler: Any, calls: float | None) -> float | None:
-    """Return after how many calls the schedule has come to its end, if it has one that is known."""
+    """Return the number of calls after which the schedule ends; None if it has no known end."""
     if getattr(scheduler, "_milestones", None) and getattr(scheduler, "_schedulers", None):
         last = _length(scheduler._schedulers[-1], calls)
         return None if last is None else scheduler._milestones[-1] + last

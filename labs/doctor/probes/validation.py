@@ -1,4 +1,4 @@
-"""Validation in the wrong mode, with gradients kept or with padded samples, and training that stays in eval mode."""
+"""Detect validation in train mode, with gradients or with padded samples, and training that stays in eval mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_PURPOSE = re.compile(r"mc_?drop|monte|uncertain|dropout|update_bn|recalibrat"
 DROPOUTS = dict.fromkeys("dropout dropout1d dropout2d dropout3d alpha_dropout".split(), "input p training inplace") | {
     "scaled_dot_product_attention": "query key value attn_mask dropout_p"
 }
-"""Functions that drop values whatever the mode of the model is, with their arguments."""
+"""Functions that drop values regardless of the model's mode, with their parameters."""
 STUCK = 3  # Training steps in eval mode after an evaluation
 LEAST_PADDED = 1e-3
 
@@ -33,22 +33,22 @@ class Validation:
     def __init__(self, scene: Scene, data: Data) -> None:
         self.scene, self.data = scene, data
         self.passes: dict[int, dict[str, Any]] = {}
-        """By number of a loader's iterator: calls of the trained model while its batches came."""
+        """By number of a loader's iterator: calls of the trained model on its batches."""
         self.by_name: dict[tuple[str, int], int] = {}
-        """Calls that the script's own words say to be validation, in train mode, by line."""
+        """By line: calls in train mode that are validation, according to the script's own names."""
         self.pending: list[tuple[int, bool]] = []
         self.was_training = self.evaluated = False
         self.stuck = 0
         self.eval_at = ("", 0)
         self.kinds: dict[int, tuple[bool, list[Any]]] = {}
-        self.known = 0  # Optimizers with which `kinds` was made
+        self.known = 0  # Number of optimizers when `kinds` was built
         self.padded: tuple[tuple[str, int], dict[str, Any]] | None = None
         self.watching: ExitStack | None = None  # Open while functional dropouts are watched
         self.dropping: dict[tuple[str, int], int] = {}
         """Calls of a functional dropout while a model in eval mode computed without gradients, by line."""
 
     def install(self) -> None:
-        """Note which line calls eval(), and what the script sums up over the ranks."""
+        """Observe eval(), and what the script sums up or gathers over the ranks."""
         self.scene.listen(torch.nn.Module, "eval", self._evaluating)
         if torch.distributed.is_available():
             self.scene.listen(torch.distributed, "all_reduce", after=self._summing)
@@ -71,7 +71,7 @@ class Validation:
         return original(*args, **kwargs)
 
     def _of(self, module: Any) -> tuple[bool, list[Any]]:
-        """Return whether an optimizer trains a module, and its parts that depend on the mode."""
+        """Return whether an optimizer trains a module, and which of its layers depend on the mode."""
         if self.known != len(self.scene.optimizers):
             self.kinds, self.known = {}, len(self.scene.optimizers)
         if id(module) not in self.kinds:
@@ -81,7 +81,7 @@ class Validation:
         return self.kinds[id(module)]
 
     def forward(self, module: Any, training: bool, again: bool, *rest: Any) -> None:
-        """Note a call of the trained model: with or without gradients, in which mode, on whose batch."""
+        """Note a call of the trained model: with or without gradients, in which mode, on which loader's batch."""
         if again or not self.scene.step:
             return
         trained, parts = self._of(module)
@@ -107,16 +107,16 @@ class Validation:
             self.by_name[place] = self.by_name.get(place, 0) + 1
 
     def _words(self, place: tuple[str, int]) -> str:
-        """Return a line and the name of its function, unless that trains as well."""
+        """Return a line's text, and its function's name unless that contains "train"."""
         functions = [f.name for f in around(*place, (ast.FunctionDef, ast.AsyncFunctionDef))]
         return " ".join([linecache.getline(*place), *(f for f in functions[:1] if "train" not in f.lower())])
 
     def resumed(self) -> None:
-        """Forget what a counterfactual has cut in two."""
+        """Forget the calls that a counterfactual interrupted."""
         self.pending = []
 
     def before_backward(self, losses: list[Any]) -> None:
-        """The calls since the last one were training."""
+        """Count the last call before this backward pass as training."""
         for number, active in self.pending[-1:]:
             self.passes[number]["backward"] += 1
             if self.was_training and not active and self.evaluated:
@@ -176,7 +176,7 @@ class Validation:
         return list({(m.file, m.line, m.fix): m for m in out}.values())
 
     def _of_loader(self, number: int, of: dict[str, Any]) -> Iterator[Match]:
-        """Yield what is wrong with the calls on one loader's batches, if they are a validation's."""
+        """Yield what is wrong with the calls on one loader's batches, if they are validation."""
         loader, calls = self.data.loaders.get(number), of["no grad"] + of["grad"]
         source = loader["loader"]() if loader else None
         if source is None or of["backward"] or calls < 2 or self.data.training(source):
@@ -190,7 +190,7 @@ class Validation:
 
 
 def _depends_on_mode(module: Any) -> bool:
-    """Return whether a layer is a dropout that drops, or a norm that keeps statistics."""
+    """Return whether a layer is a dropout with p > 0, or a norm that tracks running statistics."""
     if isinstance(module, _compat.Normalisation):
         return module.track_running_stats
     return "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0
