@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are intact? Reads every byte of each one, loads none.
+"""Which checkpoints in a folder are intact? Reads every byte of each one, but loads none.
 
 Exit code 0 if the last one is good, 1 if it is damaged or there is none, 2 if the folder cannot be read.
 """

@@ -1,10 +1,10 @@
-"""A rank is killed in the middle of an epoch: what is lost, when does training go on, is the result the same?
+"""A rank is killed in the middle of an epoch: what is lost, when does training resume, is the result the same?
 
     python -m labs.elastic_restart --nproc 1
     python -m labs.elastic_restart --nproc 1 --kill-at-step 100 --epochs 8 --save-every 20
 
 About 20 s on 2 CPU cores. The lab itself is one process; it starts the two ranks of labs/common/elastic/train.py, which
-you can also train, and kill, by hand:
+you can also start, and kill, by hand:
 
     torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train --folder runs/x
 """
@@ -30,7 +30,7 @@ RANKS = 2
 
 
 class Run(NamedTuple):
-    """One training: what happens to it, and how its ranks are started."""
+    """One training run: what happens to it, and how its ranks are started."""
 
     run: str
     start: str
@@ -55,17 +55,17 @@ class Config:
     epochs: int = 2
     """Passes over the images."""
     samples: Annotated[int, Le(10_000)] = 1024
-    """Fashion-MNIST images that are used."""
+    """How many Fashion-MNIST images to use."""
     batch_size: int = 32
     """Images per rank and step."""
     save_every: int = 5
-    """Steps between two checkpoints."""
+    """Steps between checkpoints."""
     kill_at_step: int = 23
-    """Rank 1 is killed before this step; rank 0 in its first save from there on."""
+    """Rank 1 is killed before this step; rank 0 during the first save at or after it."""
     seed: Annotated[int, Ge(0), Lt(2**31)] = 0
     """Seed of the training run."""
     smoke: bool = False
-    """Without fresh interpreters, which take most of the time."""
+    """Skip the run with fresh interpreters, which takes most of the time."""
 
     def __post_init__(self) -> None:
         require(set(self.runs) <= set(RUNS), f"runs must be of {', '.join(RUNS)}")
@@ -78,12 +78,12 @@ class Config:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole training."""
+        """Optimizer steps in the whole run."""
         return self.epochs * (self.samples // RANKS // self.batch_size)
 
 
 def predict(config: Config, while_: str = "training") -> dict[str, int]:
-    """The checkpoint that training goes on from, and the steps that are done twice."""
+    """Predict the step that training resumes from, and how many steps are repeated."""
     done, every = config.kill_at_step - 1, config.save_every
     if while_ == "saving":  # every `save_every` steps, and at the end
         done = min(math.ceil(config.kill_at_step / every) * every, config.steps)
@@ -92,10 +92,10 @@ def predict(config: Config, while_: str = "training") -> dict[str, int]:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """Each training in turn, then what is left of it: nothing."""
+    """Yield the records of each run in turn, then how many processes and folders are left."""
     if rank.rank != 0:
         return
-    if rank.device.type == "cuda":  # this process has one, too
+    if rank.device.type == "cuda":  # this process also uses that GPU
         require_shareable({rank.device.index})
     histories, states = [], []
     short = config.smoke and config.runs == tuple(RUNS)
@@ -138,7 +138,7 @@ def _last_state(agent: Agent, name: str) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are equal in every bit of every tensor, and in everything else."""
+    """Return whether two states are equal in every tensor's dtype and values, and in everything else."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -174,12 +174,12 @@ def _restart(which: Run, history: History, rank: Rank) -> Iterator[Record]:
 
 
 def category(records: Records) -> str:
-    """The longest part of a restart under torchrun."""
+    """Return the longest phase of a restart under torchrun."""
     return max(records.where("phase_s", start="torchrun"), key=lambda r: r.value).case["phase"]
 
 
 def answer(run: Records) -> Iterator[str]:
-    """Is the result of a killed training the same, how long was it away, what was done twice: in sentences."""
+    """Yield a sentence per restart (duration, repeated steps, is the result the same), then one on leftovers."""
     for whole in run.where("restart_s"):
         case = {k: whole.case[k] for k in ("run", "start")}
         redone, killed = (int(run.one(m, **case).value) for m in ("steps_redone", "killed_at_step"))
@@ -201,6 +201,6 @@ def answer(run: Records) -> Iterator[str]:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):  # nobody, or by now another user's
+    except (ProcessLookupError, PermissionError):  # it has ended, or its pid is now another user's
         return False
     return True

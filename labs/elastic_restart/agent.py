@@ -1,4 +1,4 @@
-"""Trainings with ranks that may die, each under torch's elastic agent, in processes that do not outlive this one."""
+"""Run training scripts whose ranks may die, under PyTorch's elastic agent. No process outlives this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_THIS_RANK = ("TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE
 
 
 class Agent:
-    """The agent's process, and a folder for its trainings."""
+    """The agent's process, and the folder for its training runs."""
 
     def __init__(self, root: Path, process: subprocess.Popen) -> None:
         self.root, self.process = root, process
@@ -39,7 +39,7 @@ class Agent:
         """Run labs.elastic_train with `args`, restarted up to `max_restarts` times, and return its history.
 
         `forked`: ranks come from a fork server that has loaded torch; otherwise they are fresh interpreters, as with
-        torchrun. RuntimeError says what a training that failed, or took too long, printed last.
+        torchrun. RuntimeError, with the last line on stderr, if the run fails or takes too long.
         """
         folder = self.folder(name)
         flags = [
@@ -65,14 +65,14 @@ class Agent:
             "0",
         ]
         request = {"folder": str(folder), "forked": forked, "torchrun": flags, "args": ["--folder", str(folder), *args]}
-        with suppress(BrokenPipeError):  # it has ended: told below
+        with suppress(BrokenPipeError):  # the agent has ended: `_wait` says so
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
         self._wait(folder, time.monotonic() + timeout_s)
         return journal.History(journal.read(folder))
 
     def folder(self, name: str) -> Path:
-        """Where the training `name` keeps its checkpoints, journal and output."""
+        """Return the folder for the checkpoints, journal and output of the run `name`."""
         return self.root / "trainings" / name
 
     def _wait(self, folder: Path, deadline: float) -> None:
@@ -87,7 +87,7 @@ class Agent:
 
 
 def _last_words(folder: Path) -> str:
-    """The last line that any rank wrote to stderr."""
+    """Return the last line that any rank wrote to stderr; "" if there is none."""
     written = [path for path in folder.glob("log/**/stderr.log") if path.stat().st_size]
     newest = max(written, key=lambda path: path.stat().st_mtime, default=None)
     return newest.read_text(errors="replace").splitlines()[-1] if newest else ""
@@ -95,7 +95,7 @@ def _last_words(folder: Path) -> str:
 
 @contextmanager
 def elastic_agent(rank: Rank) -> Iterator[Agent]:
-    """An agent on all cores of the job. At the end of the block, or of this process, all its processes are killed."""
+    """Start an agent on all cores of the job. When the block or this process ends, all its processes are killed."""
     with watched_folder(sockets=True) as root, ExitStack() as stack:
         (announced := root / "run-0").mkdir()
         outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RANK)}
@@ -115,5 +115,5 @@ def elastic_agent(rank: Rank) -> Iterator[Agent]:
                 stdout=log,
                 stderr=log,
             )
-            process = stack.enter_context(agent)  # ends before its ranks do: it would start them anew
+            process = stack.enter_context(agent)  # stopped before its ranks, which it would restart
         yield Agent(root, process)

@@ -75,7 +75,7 @@ BASE = 8  # rank r gives BASE**r, so the sum's digits say whose numbers are in i
 
 
 def observe_two_levels(answer: Answer) -> dict[str, Any]:
-    """On each layout: what stands in x, what leaves each node and through which ranks, and the seconds returned."""
+    """Return, for each layout, what x holds, what leaves a node, how many ranks send it, and the returned seconds."""
     seen = {}
     found = {
         layout: on_ranks(_sum_on_rank, layout[0] * layout[1], answer, *layout, when=_where(layout))
@@ -148,7 +148,7 @@ def survive(job: Job) -> None:
 
 
 class _Changed:
-    """A job with some of its methods replaced; the other ones are the job's own."""
+    """A job with some of its methods replaced."""
 
     def __init__(self, job: Job, **methods: Callable[..., Any]) -> None:
         self.__dict__.update(methods)
@@ -203,8 +203,8 @@ def _leaves_alone(job: Job) -> None:
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 72, 12, 3, 4
 PER_EPOCH = SAMPLES // BATCH
 STEPS = EPOCHS * PER_EPOCH
-KILL_BEFORE = 10  # of the first start's steps: in the second epoch, and not right after a save
-NOTICE_AFTER = 6  # steps; not where one is saved either
+KILL_BEFORE = 10  # step of the first start: in the second epoch, and not right after a save
+NOTICE_AFTER = 6  # steps; also not right after a save
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Plan:
 
 
 class Job:
-    """A training run on this rank, linear regression with momentum, which logs what it does."""
+    """One rank of a training run, a linear regression with momentum, that logs what it does."""
 
     epochs, steps_per_epoch, batch, save_every = EPOCHS, PER_EPOCH, BATCH, SAVE_EVERY
 
@@ -234,11 +234,11 @@ class Job:
         self._done = 0
 
     def order(self, epoch: int) -> list[int]:
-        """The numbers of all samples in this epoch's order, the same on every rank."""
+        """Return the numbers of all samples in this epoch's order, the same on every rank."""
         return order_of(epoch)
 
     def train(self, samples: list[int]) -> None:
-        """One step with this rank's part of a batch. Collective: gradients are summed over the ranks."""
+        """Take one step with this rank's part of a batch. Collective: gradients are summed over all ranks."""
         if self._plan.kill_rank == dist.get_rank() and self._done + 1 == KILL_BEFORE:
             (self._folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -251,7 +251,7 @@ class Job:
         self._write("train", rows.tolist())
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of this rank's model and optimizer state."""
+        """Return a copy of this rank's model and optimizer state."""
         return {"weights": self._weights.clone(), "speed": self._speed.clone()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -259,21 +259,21 @@ class Job:
         self._weights, self._speed = state["weights"].clone(), state["speed"].clone()
 
     def save(self, step: int, state: dict[str, Tensor]) -> None:
-        """Write a checkpoint that is whole at any time. `step`: how many steps of the whole run are in it."""
+        """Write a checkpoint atomically. `step`: how many steps of the whole run it contains."""
         self._write("save", int(step))
         new = self._folder / f"new-{dist.get_rank()}-{step}"
         torch.save(state, new)
         os.replace(new, self._folder / f"step-{int(step):04d}.pt")
 
     def newest(self) -> tuple[int, dict[str, Tensor]] | None:
-        """(step, state) of the newest checkpoint that this rank sees, or None."""
+        """Return (step, state) of the newest checkpoint that this rank sees, or None."""
         files = sorted(self._folder.glob("step-*.pt"))
         if self._plan.late_rank == dist.get_rank():
             files = files[:-1]
         return (int(files[-1].stem[5:]), torch.load(files[-1], weights_only=True)) if files else None
 
     def stopping(self) -> bool:
-        """Whether this rank has received SIGTERM. Others may receive it later, or never."""
+        """Return whether this rank has received SIGTERM. Others may receive it later, or never."""
         return self._plan.notice_rank == dist.get_rank() and self._done >= NOTICE_AFTER
 
     def _write(self, event: str, value: Any) -> None:
@@ -281,14 +281,14 @@ class Job:
 
 
 def order_of(epoch: int) -> list[int]:
-    """A new order in every epoch."""
+    """Return all sample numbers, in a different order for each epoch."""
     numbers = list(range(SAMPLES))
     random.Random(f"epoch {epoch}").shuffle(numbers)
     return numbers
 
 
 def observe_survive(answer: Answer) -> dict[str, Any]:
-    """An undisturbed job, a killed one that is started again in four ways, and one whose rank 1 gets SIGTERM."""
+    """Run a job undisturbed, one that is killed and restarted in three ways, and one whose rank 1 gets SIGTERM."""
     seen: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="labs-elastic-") as root:
 
@@ -313,14 +313,14 @@ def observe_survive(answer: Answer) -> dict[str, Any]:
 
 
 def _start(answer: Answer, plan: Plan, ranks: int, name: str, seen: dict[str, Any]) -> list[float]:
-    """One start: the batches that the ranks trained on together, who saved what, and how it ended."""
+    """Run one start; add to `seen` its steps, who saved and how it ended. Return rank 0's weights, [] if it failed."""
     weights: list[list[float]] = []
     hangs = False
     try:
         weights = on_ranks(_job_on_rank, ranks, answer, plan, when=name)
     except (RankFailed, Mistake) as e:
         if plan.kill_rank < 0 or not (Path(plan.folder) / "killed").exists():
-            if isinstance(e, RankFailed):  # an error of the answer
+            if isinstance(e, RankFailed):  # the answer raised it
                 raise
             hangs = True
     logs = [_log(plan, rank) for rank in range(ranks)]
@@ -338,7 +338,7 @@ def _start(answer: Answer, plan: Plan, ranks: int, name: str, seen: dict[str, An
 
 
 def _span(steps: list[Any]) -> str:
-    """Consecutive steps as "8 to 17", so that what is shown stays short."""
+    """Write consecutive steps as "8 to 17", to keep the output short."""
     if steps and all(isinstance(s, int) for s in steps) and steps == list(range(steps[0], steps[0] + len(steps))):
         return f"{steps[0]} to {steps[-1]}"
     return ", ".join(map(str, steps[:8])) or "none"

@@ -23,11 +23,11 @@ Event = dict[str, Any]
 # -- 09.1
 
 PARTS = ("data", "forward", "backward", "exchange", "update")
-MARK = "job: "  # begins the names of the ranges that the job itself leaves in a trace
+MARK = "job: "  # prefix of the ranges that the job itself records
 
 
 class _Work(record_function):
-    """A range of the job's own that lasts until `ends` on the clock time.perf_counter."""
+    """A range that the job itself records; it lasts until time.perf_counter() reaches `ends`."""
 
     def __init__(self, name: str, ends: float) -> None:
         super().__init__(name)
@@ -40,7 +40,7 @@ class _Work(record_function):
 
 @dataclass
 class Job:
-    """A small training. Each part takes `ms`, and four times as long in the first `slow` steps."""
+    """A small training run. Each part takes `ms[part]`, and four times as long in the first `slow` steps."""
 
     steps: int
     slow: int
@@ -53,36 +53,36 @@ class Job:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
 
     def batches(self) -> Iterator[Tensor]:
-        """One batch for each step. Nothing is loaded before it is asked for."""
+        """Yield one batch per step. Each is loaded only when requested."""
         for _ in range(self.steps):
             with self._work("data"):
                 x = torch.randn(8, 16)
             yield x
 
     def forward(self, x: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         with self._work("forward"):
             return self._model(x).square().mean()
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients."""
+        """Compute the gradients."""
         with self._work("backward"):
             self._optimizer.zero_grad()
             loss.backward()
 
     def exchange(self) -> Exchange:
-        """Start the exchange of gradients, and return at once, as an all-reduce with async_op=True does."""
+        """Start to exchange gradients and return at once, like an all-reduce with async_op=True."""
         self._next("exchange")
         return Exchange(self, time.perf_counter() + self._seconds("exchange"))
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Take the optimizer step."""
         with self._work("update"):
             self._optimizer.step()
 
     @property
     def step(self) -> int:
-        """The step that is under way, from 0."""
+        """The current step, counted from 0."""
         return max(0, self.calls.count("data") - 1)
 
     def _next(self, call: str) -> None:
@@ -102,20 +102,20 @@ class Job:
 
 @dataclass
 class Exchange:
-    """An exchange under way."""
+    """An exchange of gradients in progress."""
 
     job: Job
     ends: float
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         self.job._next("wait")
         with _Work(f"{MARK}{self.job.step} exchange", self.ends):
             pass
 
 
 def jobs() -> list[Job]:
-    """Two jobs that no constant fits both of."""
+    """Return two jobs, so that no hard-coded number fits both."""
     return [
         Job(12, 3, 4, {"data": 6.0, "forward": 3.0, "backward": 5.0, "exchange": 4.0, "update": 2.0}),
         Job(11, 5, 2, {"data": 2.0, "forward": 5.0, "backward": 7.0, "exchange": 8.0, "update": 3.0}),
@@ -144,7 +144,7 @@ def profile_loop(job: Job) -> profile:
 
 
 def _profiled(job: Job, plan: Callable | None, step: bool = True, wait_inside: bool = True) -> profile:
-    """The same with another plan, without prof.step(), or with the wait outside of its range."""
+    """Run the reference with another schedule, without prof.step(), or with the wait outside its range."""
     batches = job.batches()
     with profile(activities=[ProfilerActivity.CPU], schedule=plan) as prof:
         for _ in range(job.steps):
@@ -168,8 +168,8 @@ def _profiled(job: Job, plan: Callable | None, step: bool = True, wait_inside: b
 
 
 def _look(answer: Answer, job: Job) -> dict[str, Any]:
-    """What the answer's profiler recorded; runs on a rank."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints its start and its stop
+    """Return what the answer's profiler recorded; runs on a rank."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints when it starts and stops
     prof = answer(job)
     if not isinstance(prof, profile):
         return {"you return": type(prof).__name__}
@@ -199,7 +199,7 @@ def _look(answer: Answer, job: Job) -> dict[str, Any]:
 
 
 def observe_profile_loop(answer: Answer) -> dict[str, Any]:
-    """Of each job: the steps in the trace, and what the ranges hold."""
+    """Return the steps in each job's trace, and what the ranges hold."""
     seen = {}
     for number, job in enumerate(jobs(), 1):
         [found] = on_ranks(_look, 1, answer, job, when="")
@@ -234,7 +234,7 @@ def _bars(events: list[Event], keep: Callable[[Event], bool]) -> list[tuple[floa
 
 
 def _under_way(events: list[Event]) -> float:
-    """All of the time in which an all-reduce is under way."""
+    """Return all milliseconds in which an all-reduce is running, hidden or not."""
     total, end = 0.0, 0.0
     for a, b in _bars(events, lambda e: e["name"] == "gloo:all_reduce"):
         total, end = total + max(0.0, b - max(a, end)), max(end, b)
@@ -242,24 +242,24 @@ def _under_way(events: list[Event]) -> float:
 
 
 def _one_by_one(events: list[Event]) -> float:
-    """Each all-reduce for itself: where two are under way, the time counts twice."""
+    """Add up the all-reduces one by one, so time in which two are running counts twice."""
     reduces = [e for e in events if e["name"] == "gloo:all_reduce"]
     others = [e for e in events if e["name"] != "gloo:all_reduce"]
     return sum(exposed_ms([*others, reduce]) for reduce in reduces)
 
 
 def _every_thread(events: list[Event]) -> float:
-    """As if the loader's operators hid anything."""
+    """Let the loader's operators hide communication."""
     return exposed_ms([e | {"tid": MAIN} if e.get("cat") == "cpu_op" else e for e in events])
 
 
 def _calls_compute(events: list[Event]) -> float:
-    """As if handing a bucket over were computing."""
+    """Count handing a bucket over as computing."""
     return exposed_ms([e | {"name": e["name"].removeprefix("c10d::")} for e in events])
 
 
 def made_events(seed: int) -> list[Event]:
-    """A step as torch.profiler writes it, in no order: two gloo threads, operators within operators, a loader."""
+    """Make a step's events as torch.profiler writes them, unordered: two gloo threads, nested operators, a loader."""
     draw = random.Random(seed)
     rows: list[Event] = [
         {"ph": "M", "name": "thread_name", "pid": 9, "tid": MAIN, "args": {"name": "python"}},
@@ -276,7 +276,7 @@ def made_events(seed: int) -> list[Event]:
         ready.append(now + 20)
         now = rows[-1]["ts"] + rows[-1]["dur"]
     free = [0.0, 0.0]
-    for k, at in enumerate(ready):  # on two threads in turn; the last two end after backward's last operator
+    for k, at in enumerate(ready):  # alternate threads; the last two end after backward's last operator
         begin = max(at, free[k % 2])
         free[k % 2] = (max(begin, now) if k >= len(ready) - 2 else begin) + draw.uniform(3000, 9000)
         rows.append(_bar("gloo:all_reduce", "user_annotation", begin, free[k % 2], GLOO[k % 2]))
@@ -295,7 +295,7 @@ def made_events(seed: int) -> list[Event]:
 
 
 def _operators(rows: list[Event], now: float, n: int, name: str, draw: random.Random) -> float:
-    """Operators on the main thread with others within them; returns when the last has ended."""
+    """Add n operators with nested ones to the main thread; return when the last one ends."""
     for _ in range(n):
         lasts = draw.uniform(800, 4000)
         rows.append(_bar(name, "cpu_op", now, now + lasts))
@@ -311,7 +311,7 @@ def _bar(name: str, kind: str, start: float, end: float, thread: int = MAIN) -> 
 
 
 def observe_exposed_ms(answer: Answer) -> dict[str, Any]:
-    """The exposed ms of steps made from seeds."""
+    """Return the answer's exposed milliseconds for each made step."""
     return {f"made step {seed}, ms": float(answer(made_events(seed))) for seed in range(8)}
 
 

@@ -58,7 +58,7 @@ def train(
 def _train_with(
     fewest: bool = False, mean_of_means: bool = False, stale: bool = False, own_loss: bool = False
 ) -> Callable[..., None]:
-    """The reference with one thing changed."""
+    """Return the reference with one thing changed."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, log: Callable[[float], None]) -> None:
         batches, total, ranks = iter(batches), torch.zeros(2), dist.get_world_size()
@@ -104,7 +104,7 @@ def _batches(samples: Sequence[int], rank: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def observe_train(answer: Answer) -> dict[str, Any]:
-    """Steps, weights and logged losses on each rank, for every split."""
+    """Return steps, weights and logged losses of the ranks, for every split."""
     seen: dict[str, Any] = {}
     for samples in SPLITS:
         where = f"ranks with {', '.join(map(str, samples))} samples"
@@ -157,7 +157,7 @@ def locate(model: nn.Module, x: Tensor) -> tuple[str, int]:
 def _locate_with(
     outputs_only: bool = False, one_by_one: bool = False, hooks_stay: bool = False, outermost: bool = False
 ) -> Callable[..., tuple[str, int]]:
-    """The reference with one thing changed."""
+    """Return the reference with one thing changed."""
 
     def search(model: nn.Module, x: Tensor) -> tuple[str, int]:
         found: list[str] = []
@@ -214,7 +214,7 @@ SEARCHES = (
     ("a large value in FP16", Half, 1e5, 33, 2),
     ("a bad sample in the data", nn.ReLU, math.nan, 64, 1),
 )
-"""(name, module, value of one sample, samples, block in which the module is)."""
+"""(name, module, value of the bad sample, number of samples, block that the module is in)."""
 
 
 def _searched(module: type[nn.Module], value: float, samples: int, block: int) -> tuple[nn.Module, Tensor]:
@@ -229,7 +229,7 @@ def _searched(module: type[nn.Module], value: float, samples: int, block: int) -
 
 
 def observe_locate(answer: Answer) -> dict[str, Any]:
-    """What is found, whether few forward passes are enough, and what is left of the hooks."""
+    """Return what the answer finds, whether it needs few forward passes, and how many hooks it leaves behind."""
     return on_ranks(_locate_on_rank, 1, answer, when="in locate")[0]
 
 
@@ -332,7 +332,7 @@ CASES: dict[str, tuple[list[list[Called]], int]] = {
 
 
 def dumps_of(job: str) -> dict[int, list[Entry]]:
-    """Made entries in the form of torch's NCCL dumps, with the fields that this exercise needs."""
+    """Return made-up entries in the format of PyTorch's NCCL dumps, with the fields that this exercise needs."""
     ranks, completed = CASES[job]
     return {rank: _entries(calls, completed, rank) for rank, calls in enumerate(ranks)}
 
@@ -358,7 +358,7 @@ def _entries(calls: list[Called], completed: int, rank: int) -> list[Entry]:
 
 
 def observe_post_mortem(answer: Answer) -> dict[str, Any]:
-    """The answer for every job."""
+    """Return the answer for every job."""
     found = on_ranks(_mortem_on_rank, 1, answer, when="in post_mortem")[0]
     return {f"{job}: (rank, kind, number, line)": value for job, value in found.items()}
 

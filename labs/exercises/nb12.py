@@ -1,6 +1,6 @@
-"""Exercises of notebook 12: a colleague's training script made right and fast, and two probes.
+"""Exercises of notebook 12: a colleague's training script to correct and speed up, and two probes.
 
-An answer to 12.1 is a script. It runs for two epochs as `python script.py` would run it, and hooks note what it
+An answer to 12.1 is a script. It runs for two epochs, as `python script.py` would run it, while hooks record what it
 trains on.
 """
 
@@ -35,7 +35,7 @@ SLOW = Path(__file__).with_name("slow_training.py")
 EPOCH, TEST = 30, 500
 """Steps; test images."""
 MEAN, STD, NEAR = 0.12, 1.023, 0.04
-"""Of the training images' pixels; what rounding and random crops may change."""
+"""Of the training images' pixels; the tolerance for rounding and random crops."""
 LEAST = 0.55
 """The reference reaches 0.61 to 0.76. With one slow part left it is 0.45 or less."""
 RUN_S = 120.0
@@ -99,7 +99,7 @@ def _larger_batches() -> str:
 
 
 def observe(answer: Callable[[], Any]) -> dict[str, Any]:
-    """What the script trains on, with what, what it leaves, and the share of its CPU time that trains."""
+    """Return what the script trains on, how, what it saves, and the share of its CPU time spent on training."""
     seen = _run(_script(answer()))
     first, second = (set(images) for images in (seen["images"][: EPOCH * 100], seen["images"][EPOCH * 100 :]))
     like = abs(seen["mean"] - MEAN) < NEAR and abs(seen["std"] - STD) < NEAR
@@ -129,7 +129,7 @@ def observe(answer: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _script(given: Any) -> str:
-    """The text that was returned, or that of the file whose path was. Mistake if it is no program."""
+    """Return the text of the script, given as text or as a path. Mistake if it isn't a Python program."""
     if isinstance(given, os.PathLike) or (isinstance(given, str) and "\n" not in given):
         if not Path(given).is_file():
             raise Mistake(f"there is no file {given}", "return the path of your script")
@@ -165,7 +165,7 @@ def _run(text: str) -> dict[str, Any]:
 
 
 def _saved(path: Path) -> list[str]:
-    """Which parts of the training a checkpoint holds."""
+    """Return which parts of the training state a checkpoint holds."""
     found: set[str] = set()
 
     def look(tree: Any) -> None:
@@ -183,7 +183,7 @@ def _saved(path: Path) -> list[str]:
 
 
 class Watch:
-    """Hooks of PyTorch that note what a script trains on. They work within the script's process."""
+    """PyTorch hooks that record what a script trains on, within the script's process."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -195,7 +195,7 @@ class Watch:
         }  # fmt: skip
 
     def install(self) -> None:
-        """Put the hooks in place."""
+        """Register the hooks."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -243,7 +243,7 @@ class Watch:
         self.batch = []
 
     def save(self, path: Path) -> None:
-        """Write what was seen, at the end of the script."""
+        """Write what the hooks recorded, at the end of the script."""
         n, total, squares = self.sums
         cpu_s, mean = self.seen["cpu_s"], total / max(n, 1)
         late = cpu_s[EPOCH:] or cpu_s  # of the second epoch
@@ -253,7 +253,7 @@ class Watch:
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and of a loader's workers."""
+    """Return the CPU seconds of this process and its DataLoader workers."""
     total = time.process_time()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -262,7 +262,7 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    """Become the script, and leave what was seen."""
+    """Run the script in this process, and save what the hooks record."""
     results, *argv = sys.argv[1:]
     watch, me, path = Watch(), os.getpid(), Path(results).absolute()
     watch.install()
@@ -303,7 +303,7 @@ def find_faults(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, 
 
 
 def _without(restored: str) -> Callable[..., list[str]]:
-    """The same, but one thing isn't restored."""
+    """Return the reference, except that it doesn't restore one thing."""
 
     def answer(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, x: Tensor, y: Tensor) -> list[str]:
         part = {"model": model, "optimizer": optimizer}.get(restored)
@@ -327,7 +327,7 @@ def _gradients_left(model: nn.Module, optimizer: torch.optim.Optimizer, step: St
 
     def looked_at(x: Tensor, y: Tensor) -> None:
         step(x, y)
-        left.append(STALE)  # gradients are there
+        left.append(STALE)  # some gradient exists
 
     return sorted({*find_faults(model, optimizer, looked_at, x, y), *left})
 
@@ -344,7 +344,7 @@ CASES: dict[str, tuple[bool, bool, float, float]] = {
 
 
 def observe_faults(answer: Callable[..., Any]) -> dict[str, Any]:
-    """Which faults are found in each step, and whether the training could go on as if nothing had happened."""
+    """Return which faults are found in each step, and whether model and optimizer are as before."""
     seen: dict[str, Any] = {}
     for name, case in CASES.items():
         model, optimizer, step, x, y = _training(*case)
@@ -369,7 +369,7 @@ def _training(clears: bool, pairs: bool, momentum: float, dropout: float) -> tup
         optimizer.step()
 
     x, y = torch.randn(32, 8), torch.linspace(-1, 1, 32)
-    step(x, y)  # momentum has a state from here on
+    step(x, y)  # so that momentum has a state
     optimizer.zero_grad()
     return model, optimizer, step, x, y
 

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     import psutil
 
-LAUNCHER = "LABS_LAUNCHER_PID"  # the process with which a fork server ends
+LAUNCHER = "LABS_LAUNCHER_PID"  # a fork server ends when this process does
 ANNOUNCE = "LABS_ANNOUNCE"  # the watched folder in which a process announces itself: see `hold`
 MARK = "LABS_DOCTOR_RUN"  # in the environment of all processes of one run of the doctor: see `family`
-SERVER = "forkserver"  # in its command line; the process name of one that was forked from a launcher
+SERVER = "forkserver"  # in a fork server's command line; the process name of one forked from a launcher
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHARED_MEMORY = Path("/dev/shm")  # Linux; on macOS a semaphore has no file
 SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a rank's own sockets take 40
@@ -309,7 +309,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def end_family(mark: str, grace_s: float = GRACE_S) -> None:
-    """SIGTERM the whole family, then SIGKILL it, cleaners last. Leaves none, unless the system keeps it."""
+    """SIGTERM the whole family, then SIGKILL it, cleaners last. Only processes that the system can't kill survive."""
     _send(family(mark), signal.SIGTERM)
     _wait(mark, grace_s, cleaners=False)
     until = time.monotonic() + MOST_S

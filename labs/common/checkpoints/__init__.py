@@ -1,6 +1,6 @@
-"""Checkpoints that survive what happens to files: `save`, `load`, `load_latest`, and what belongs in them.
+"""Checkpoints that survive crashes and detect damage: `save`, `load`, `load_latest`, and the state to put in them.
 
-python -m labs.checkpoints FOLDER        lists the checkpoints of a folder, each with its verdict
+python -m labs.checkpoints FOLDER        lists a folder's checkpoints and says which are good
 """
 
 from labs.common.checkpoints.data import ResumableLoader

@@ -22,7 +22,7 @@ def optimum(save_s: float, mtbf_s: float) -> float:
     from scipy.special import lambertw
 
     _check(save_s, mtbf_s)
-    if save_s < 1e-8 * mtbf_s:  # the digits of W end here
+    if save_s < 1e-8 * mtbf_s:  # below this, W is too imprecise
         return math.sqrt(2 * save_s * mtbf_s) - save_s
     return mtbf_s * (1 + float(lambertw(-math.exp(-1 - save_s / mtbf_s)).real))
 

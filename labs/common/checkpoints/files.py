@@ -1,8 +1,8 @@
-"""One file is one checkpoint: what torch.save writes, then a trailer that proves that it is whole.
+"""One file per checkpoint: what torch.save writes, then a trailer that proves that the file is intact.
 
     bytes of torch.save | magic, version, step, length of these bytes | SHA-256 of everything before it
 
-torch.load, zipfile and other tools read such a file as they read any other of torch.save: they ignore the trailer.
+torch.load, zipfile and other tools read such a file as usual, because they ignore the trailer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRAILER_BYTES = FIELDS.size + DIGEST_BYTES
 
 
 class Damaged(BadInput):
-    """A file that is no whole checkpoint. The message is one line that names the file and what is wrong with it."""
+    """A file isn't an intact checkpoint. The message is one line that names the file and the problem."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path} {problem}")
@@ -39,13 +39,13 @@ class Damaged(BadInput):
 
 
 def save(folder: str | os.PathLike, step: int, state: Any, keep: int = 3) -> Path:
-    """Write `state` as the checkpoint of `step`, durably, then delete all but the last `keep` up to this step.
+    """Write `state` durably as the checkpoint of `step`, then delete all but the last `keep` up to this step.
 
-    Wherever the process dies in here, what was saved before is still there. Several writers wait for each other.
-    `state` holds tensors, numbers, text, None, and dicts, lists and tuples of them (`training_state` makes one).
+    Wherever the process dies in here, the last complete checkpoint survives. Concurrent writers wait for each other.
+    `state` holds tensors, numbers, strings, None, and dicts, lists and tuples of them, as from `training_state`.
 
     Raises:
-        OSError: no room, no right; nothing is lost and no half file is left.
+        OSError: no space or no permission; nothing is lost and no partial file is left.
         BadInput: torch.load(weights_only=True) would refuse something in `state`.
     """
     require(keep >= 1, f"keep must be at least 1, not {keep}")
@@ -58,30 +58,30 @@ def save(folder: str | os.PathLike, step: int, state: Any, keep: int = 3) -> Pat
             with partial.open("xb") as file:
                 write(file, step, state)
                 file.flush()
-                os.fsync(file.fileno())  # the bytes are on the disk before the name leads to them
+                os.fsync(file.fileno())  # the bytes reach the disk before the name points to them
             _require_plain(partial)
             os.replace(partial, path)  # a reader sees the old file or the new one, never half of one
-            os.fsync(directory)  # the name is on the disk before anything older goes
+            os.fsync(directory)  # the name reaches the disk before older files are deleted
         except BaseException as e:
             partial.unlink(missing_ok=True)
             if isinstance(e, OSError):
                 raise OSError(e.errno, f"{e.strerror}; step {step} is not saved, earlier ones are", str(path)) from e
             raise
         for old in [p for p in checkpoints(path.parent) if p.name <= path.name and p.is_file()][:-keep]:
-            old.unlink(missing_ok=True)  # where nothing can be locked, another writer may have been faster
+            old.unlink(missing_ok=True)  # without locks, another writer may have deleted it
     return path
 
 
 def tell(damaged: Damaged) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     print(f"skipped: {damaged}", file=sys.stderr)
 
 
 def load_latest(folder: str | os.PathLike, on_damaged: Callable[[Damaged], object] = tell) -> tuple[int, Any] | None:
-    """(step, state) of the last good checkpoint; None if there are no checkpoints at all. Tensors are on the CPU.
+    """Return (step, state) of the last good checkpoint, with tensors on the CPU; None if there are no checkpoints.
 
-    Every damaged file on the way is told to `on_damaged` and skipped. Damaged is raised if none is good: to start
-    again from nothing is not for a program to decide.
+    Passes each damaged file on the way to `on_damaged` and skips it. Raises Damaged if none is good, because a program
+    shouldn't decide to start over.
     """
     paths = checkpoints(folder)
     for path in reversed(paths):
@@ -95,9 +95,9 @@ def load_latest(folder: str | os.PathLike, on_damaged: Callable[[Damaged], objec
 
 
 def load(path: str | os.PathLike) -> tuple[int, Any]:
-    """(step, state) of one checkpoint, its tensors on the CPU. Damaged if a single bit is not as it was written."""
+    """Return (step, state) of one checkpoint, with tensors on the CPU. Damaged if a single bit has changed."""
     path = Path(path)
-    with opened(path) as file:  # one open file: what is checked is what is loaded, whatever is renamed meanwhile
+    with opened(path) as file:  # opened once: what is checked is what is loaded, even if the file is replaced
         step = check(file, path)
         file.seek(0)
         try:
@@ -107,7 +107,7 @@ def load(path: str | os.PathLike) -> tuple[int, Any]:
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """What is named as a checkpoint in `folder`, by step, whole or not. OSError if the folder cannot be read."""
+    """Return the files named as checkpoints, intact or not, by step; [] without the folder. OSError if unreadable."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -117,24 +117,24 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a file's name tells; None for a name that `save` does not give."""
+    """Return the step in a file's name; None if it isn't a name that `save` gives."""
     named = re.fullmatch(r"step-(\d{8})\.pt", name)
     return int(named[1]) if named else None
 
 
 def write(file: BinaryIO, step: int, state: Any) -> None:
-    """Write `state` and the trailer to an open file, hashed on its way: the state is not held in memory twice."""
+    """Write `state` and the trailer to an open file, hashing as it writes, so the state isn't in memory twice."""
     hashed = _Hashed(file)
     try:
         torch.save(state, hashed)
-    except RuntimeError as e:  # what torch makes of a failed write does not say why it failed
+    except RuntimeError as e:  # torch's own error doesn't say why the write failed
         raise (hashed.error or e) from None
     hashed.write(FIELDS.pack(MAGIC, VERSION, step, hashed.length))
     file.write(hashed.sha256.digest())
 
 
 def check(file: BinaryIO, path: Path) -> int:
-    """The step of an open checkpoint, after every byte was compared with its trailer. Raises Damaged."""
+    """Check every byte of an open checkpoint against its trailer, and return its step. Raises Damaged."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - TRAILER_BYTES))
     trailer = file.read()
@@ -155,7 +155,7 @@ def check(file: BinaryIO, path: Path) -> int:
 
 
 class _Hashed:
-    """A file to write to, which keeps the number and the SHA-256 of the bytes, and the error of a failed write."""
+    """A writable file that tracks the number and SHA-256 of its bytes, and the error of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.length, self.sha256, self.error = file, 0, hashlib.sha256(), None
@@ -175,7 +175,7 @@ class _Hashed:
 
 
 def _sha256(file: BinaryIO, size: int) -> bytes:
-    """Of the first `size` bytes, a mebibyte at a time."""
+    """Return the SHA-256 of the first `size` bytes, read 1 MiB at a time."""
     digest = hashlib.sha256()
     file.seek(0)
     while size and (chunk := file.read(min(size, 2**20))):
@@ -185,7 +185,7 @@ def _sha256(file: BinaryIO, size: int) -> bytes:
 
 
 def _require_plain(path: Path) -> None:
-    """BadInput if the file holds what it could not be loaded with: better now than when it is needed."""
+    """Raise BadInput if torch.load would refuse the file, now rather than when it is needed."""
     if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
         kinds = ", ".join(sorted(refused))
         raise BadInput(f"a checkpoint holds tensors, numbers, text, lists and dicts only, this state holds {kinds}")
@@ -193,9 +193,9 @@ def _require_plain(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """`path` open for reading. Damaged if it is a folder, a pipe, or cannot be read."""
+    """Open `path` for reading. Damaged if it is a folder or a pipe, or can't be read."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would wait for ever
+        if path.exists() and not path.is_file():  # opening a pipe would block forever
             raise Damaged(path, "is a folder" if path.is_dir() else "is not a file")
         with path.open("rb") as file:
             yield file
@@ -204,7 +204,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _make(folder: Path) -> None:
-    """Make `folder`, and bring the names of all folders that are made to the disk: what is in them hangs on these."""
+    """Make `folder` and missing parents, and flush their names to the disk, so that a power cut can't lose them."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in reversed(made):
@@ -212,7 +212,7 @@ def _make(folder: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk. OSError where it cannot be."""
+    """Flush the names in `folder` to the disk. OSError if that fails."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -222,10 +222,10 @@ def fsync_folder(folder: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[int]:
-    """A file descriptor of `folder`, locked: the system releases the lock when this process dies, however it dies.
+    """Lock `folder` and yield its file descriptor. The system releases the lock however this process dies.
 
-    Who holds the lock knows that every partial file is of a dead writer. Some network file systems cannot lock a
-    folder; partial files then stay, and their random names keep two writers apart.
+    While we hold the lock, every partial file is a dead writer's, so we remove it. Some network file systems can't lock
+    a folder; partial files then stay, and their random names keep two writers apart.
     """
     directory = os.open(folder, os.O_RDONLY)
     try:
@@ -236,5 +236,5 @@ def _alone_in(folder: Path) -> Iterator[int]:
         yield directory
     finally:
         with suppress(OSError):
-            fcntl.flock(directory, fcntl.LOCK_UN)  # closing is not enough if a process was forked meanwhile
+            fcntl.flock(directory, fcntl.LOCK_UN)  # closing isn't enough if a process was forked in the meantime
         os.close(directory)

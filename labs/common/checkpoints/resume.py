@@ -1,4 +1,4 @@
-"""Whether two states of a training run are the same, bit for bit."""
+"""Compare two training states bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def differences(a: Any, b: Any, name: str = "") -> Iterator[str]:
-    """Names of the leaves of two states that are not the same, bit for bit."""
+    """Yield the names of the leaves that differ between two states, bit for bit."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         for key in a:
             yield from differences(a[key], b[key], f"{name}.{key}" if name else str(key))
@@ -22,7 +22,7 @@ def differences(a: Any, b: Any, name: str = "") -> Iterator[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal bit for bit: NaN equals itself, 0 is not -0 and not 0.0."""
+    """Return whether two leaves are equal bit for bit: NaN equals itself, but 0.0 equals neither -0.0 nor 0."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = (a.shape, a.dtype) == (b.shape, b.dtype)
         return alike and torch.equal(*(t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b)))

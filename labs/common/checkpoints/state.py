@@ -1,4 +1,4 @@
-"""All that decides how training goes on: leave out one part, and it goes on differently without a word."""
+"""The complete state of a training run: leave out one part, and a resumed run differs without any error."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def training_state(
     random: list[dict] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The state of everything that training depends on, as tensors and plain values: what `save` takes.
+    """Return the state of everything that training depends on, as tensors and plain values for `save`.
 
-    A part is anything with `state_dict` and `load_state_dict`, or a random generator of torch or NumPy; `more` are
-    parts of your own. None is left out. `data` is the position in the data (`ResumableLoader`). `random` holds the
-    random states of all ranks, `rank.gather(random_state())`; without it, those of this process.
+    A part is anything with `state_dict` and `load_state_dict`, or a random generator of torch or NumPy; `more` holds
+    your own parts. Skips parts that are None. `data` is the position in the data (`ResumableLoader`). `random` holds
+    all ranks' random states, from `rank.gather(random_state())`; by default, only this process's.
 
-    Tensors are not copied: save them before the next step changes them. On several ranks, one saves.
+    Tensors aren't copied, so save them before the next step changes them. With several ranks, only one saves.
     """
     parts = _parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data, **more)
     return {name: _state_of(part) for name, part in parts.items()} | {"random": random or [random_state()]}
@@ -47,10 +47,10 @@ def restore(
     rank: int = 0,
     **more: Any,
 ) -> None:
-    """Put a state back into the parts it was taken from, made anew as when training began; call it last.
+    """Load a state into parts built as at the start of training. Call it last: building may draw random numbers.
 
-    A rank that the saved job did not have keeps its own random state. BadInput if the state lacks a part, or holds
-    one that was not given: each would be silent otherwise.
+    A rank that the saved job didn't have keeps its own random state. BadInput if the state lacks a part, or holds one
+    that you don't pass: both would otherwise go unnoticed.
     """
     parts = _parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data, **more)
     needed = parts.keys() | {"random"}
@@ -60,11 +60,11 @@ def restore(
     for name, part in parts.items():
         _set_state(part, state[name])
     if rank < len(state["random"]):
-        set_random_state(state["random"][rank])  # last: making and loading parts may draw
+        set_random_state(state["random"][rank])  # last, because loading parts may draw random numbers
 
 
 def random_state() -> dict[str, Any]:
-    """Random states of this process: torch on the CPU and on the current GPU, NumPy, Python. No pickled objects."""
+    """Return this process's random states (torch's on CPU and current GPU, NumPy's, Python's) as plain values."""
     name, key, position, has_gauss, gauss = np.random.get_state()
     version, words, next_gauss = random.getstate()
     found = {
@@ -76,7 +76,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on drawing where `random_state` was taken. A GPU's state waits for a GPU: on the CPU it is left out."""
+    """Restore the states that `random_state` returned. Skips a GPU's state if no GPU is available."""
     torch.set_rng_state(state["torch"])
     name, key, *rest = state["numpy"]
     np.random.set_state((name, key.numpy().astype(np.uint32), *rest))
@@ -108,12 +108,12 @@ def _set_state(part: Any, state: Any) -> None:
 
 
 def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """`state` with `convert` of each leaf of its nested dicts that is of this kind."""
+    """Return nested dicts with `convert` applied to every leaf of type `kind`."""
     if isinstance(state, dict):
         return {name: _converted(value, kind, convert) for name, value in state.items()}
     return convert(state) if isinstance(state, kind) else state
 
 
 def _bare(part: Any) -> Any:
-    """Without DDP, whose names all begin with "module.": so that a checkpoint fits any number of ranks."""
+    """Unwrap DDP, whose names all begin with "module.", so that a checkpoint fits any number of ranks."""
     return part.module if isinstance(part, DistributedDataParallel) else part

@@ -11,17 +11,13 @@ from labs.kit.errors import require
 
 
 def of_normal(n: int) -> float:
-    """Return the expected maximum of n normal numbers, in standard deviations: Phi^-1((n - 3/8) / (n + 1/4)) (Blom
-    1958).
-    """
+    """Return the expected maximum of n standard normal numbers: Phi^-1((n - 3/8) / (n + 1/4)) (Blom 1958)."""
     require(n >= 1, f"give at least one rank, not {n}")
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def of_exponential(mean: float, n: int) -> float:
-    """Return the expected maximum of n independent exponential delays: mean x (1 + 1/2 + ... + 1/n), which grows as log
-    n.
-    """
+    """Return the expected maximum of n independent exponential delays, mean x (1 + 1/2 + ... + 1/n): grows as log n."""
     require(n >= 1, f"give at least one rank, not {n}")
     return mean * sum(1 / k for k in range(1, n + 1))
 

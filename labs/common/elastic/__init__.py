@@ -1,1 +1,1 @@
-"""Training that survives: a checkpoint that all ranks write (`shards`), ranks that die and come back (`train`)."""
+"""Training that survives killed ranks: one rank of such a run (`train`), and its resumable training loop (`loop`)."""

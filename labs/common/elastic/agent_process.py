@@ -1,10 +1,10 @@
-"""torch's elastic agent for one training after the other. Started by labs.elastic_restart.agent, never by hand.
+"""Run PyTorch's elastic agent for one training run after another. Started by labs.elastic_restart.agent, not by you.
 
     python -m labs.common.elastic.agent_process ROOT
 
-Reads a request per line, as JSON: the folder of the training, whether its ranks are forked, torchrun's arguments and
-the training's own. It imports torch once, while its fork server does the same on another core, so that a training
-starts at once. Without fork it is torchrun itself: its ranks are fresh interpreters.
+Reads one JSON request per line: the run's folder, whether to fork its ranks, torchrun's arguments and the script's. It
+imports torch once, while its fork server does the same on another core, so a run starts at once. Without forking, it
+calls torchrun, whose ranks are fresh interpreters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     multiprocessing.set_forkserver_preload(["labs.kit.supervise", "labs.common.elastic.loop"])
     forkserver.ensure_running()
     (root / f"server-{forkserver._forkserver._forkserver_pid}").touch()
-    _compat.preload_dynamo()  # otherwise done when the first rank fails, as its traceback is logged
+    _compat.preload_dynamo()  # otherwise imported when the first failed rank's traceback is logged
     import torch.distributed.run  # noqa: F401
 
     for line in sys.stdin:
@@ -38,14 +38,14 @@ def main() -> None:
         (folder / journal.FOLDER).mkdir(parents=True, exist_ok=True)
         try:
             run(folder, request["forked"], request["torchrun"], request["args"])
-        except BaseException as e:  # ChildFailedError, mostly: who waits for the answer shall hear of all
+        except BaseException as e:  # mostly ChildFailedError; the lab waits for an answer in any case
             error = f"{type(e).__name__}: {' '.join(str(e).split())}"[:500]
         (folder / "new-ended").write_text(json.dumps({"error": error}))
         os.replace(folder / "new-ended", folder / "ended")
 
 
 def run(folder: Path, forked: bool, flags: list[str], args: list[str]) -> None:
-    """One training, with restarts; what the agent notices goes into the training's journal."""
+    """Run one training script, with restarts, and write the agent's events to the run's journal."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic import metrics
     from torch.distributed.launcher.api import elastic_launch
@@ -71,7 +71,7 @@ EVENTS = {
     "workers.default.unhealthy": "detected",
     "SimpleElasticAgent._rendezvous.success": "starting",
 }
-"""Names under which the agent counts what it does, and what the journal calls the moment."""
+"""The agent's metrics to record, and each one's name in the journal."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SIGKILL at a chosen moment: nothing in the process can see it coming, or clean up."""
+"""Kill a rank with SIGKILL at a chosen moment. The process can't see it coming or clean up."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from labs.common.elastic.journal import Journal
 
 
 class Fault:
-    """Kills rank `rank` once, before its step `step` or in the first save from then on. `rank` -1: no one.
+    """Kills rank `rank` once, before step `step` or during the first save at or after it. `rank` -1: kills none.
 
-    While "training" the rank alone, as "machine" the torchrun that started it, too, and with it all of its ranks.
+    `while_` "training" or "saving" kills that rank only; "machine" also kills its torchrun, and so all of its ranks.
     """
 
     def __init__(self, rank: int, step: int, while_: str, journal: Journal) -> None:
@@ -22,13 +22,13 @@ class Fault:
         self.armed = rank == journal.rank and journal.restart == 0
 
     def before_step(self, step: int) -> None:
-        """Called before each step."""
+        """Kill this rank if `step` is the chosen one. Call it before each step."""
         if self.armed and self.while_ != "saving" and step == self.step:
             self._die(step)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Around each save: dies when the bytes are written, but neither on the disk for sure nor named."""
+        """Wrap a save, and kill this rank once the bytes are written, before they are flushed and renamed."""
         if not (self.armed and self.while_ == "saving" and step >= self.step):
             yield
             return

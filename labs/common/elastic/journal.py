@@ -1,6 +1,6 @@
-"""What each rank did and when, as JSON lines that survive a SIGKILL; and what a restart consists of.
+"""Record what each rank did and when, as JSON lines that survive a SIGKILL, and time a restart's phases.
 
-Without torch: it begins before that is imported.
+Doesn't import torch, because the journal starts before that import.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from labs.kit.restart import RESTART_COUNT
 
 FOLDER = "journal"
 PHASES = (
-    ("detect", "detected"),  # the agent looks every 0.1 s
-    ("stop and rendezvous", "starting"),  # the ranks that are left are ended, all agents meet again
+    ("detect", "detected"),  # the agent polls every 0.1 s
+    ("stop and rendezvous", "starting"),  # surviving ranks are stopped, all agents rendezvous again
     ("start processes", "started"),
     ("import", "imported"),
     ("process group", "group"),
@@ -27,11 +27,11 @@ PHASES = (
     ("load checkpoint", "loaded"),
     ("first step", "step"),
 )
-"""Phases of a restart in their order, each with the event that ends it: on the last rank, where ranks tell."""
+"""Phases of a restart, in order, and the event that ends each (on the last rank, if ranks record it)."""
 
 
 class Journal:
-    """Appends to a file of this process: one per rank and start."""
+    """Appends events to this process's file: one file per rank and start."""
 
     def __init__(self, folder: Path, rank: int, started: float) -> None:
         self.rank, self.restart = rank, int(os.environ.get(RESTART_COUNT, "0"))
@@ -41,7 +41,7 @@ class Journal:
         self("started", at=started)
 
     def __call__(self, event: str, *, at: float | None = None, **values: Any) -> None:
-        """Note `event` with the time (of the wall clock, which hosts share), and values."""
+        """Record `event` with `values` and the wall-clock time, which is comparable across hosts."""
         row = {
             "event": event,
             "time": time.time() if at is None else at,
@@ -54,46 +54,46 @@ class Journal:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All events of a run in the order of their times, those of its agent included."""
+    """Return all events of a run, including its agent's, in order of time."""
     rows = [json.loads(line) for path in (folder / FOLDER).glob("*.jsonl") for line in path.read_text().splitlines()]
     return sorted(rows, key=lambda row: row["time"])
 
 
 @dataclass(frozen=True)
 class History:
-    """A run as its journal tells it."""
+    """The history of a run, from its journal."""
 
     events: Sequence[dict[str, Any]]
 
     def of(self, event: str, **values: Any) -> list[dict[str, Any]]:
-        """All events of that name with these values."""
+        """Return all events with this name and these values."""
         return [e for e in self.events if e["event"] == event and all(e.get(k) == v for k, v in values.items())]
 
     @property
     def restarts(self) -> int:
-        """How often the ranks were started again."""
+        """How many times the ranks were restarted."""
         return max((e["restart"] for e in self.of("started")), default=0)
 
     @property
     def pids(self) -> set[int]:
-        """All processes that were a rank."""
+        """Process ids of all ranks, over all starts."""
         return {e["pid"] for e in self.of("started")}
 
     def losses(self, rank: int = 0) -> list[float]:
-        """Loss of each step in order, of a step that was done twice the last one."""
+        """Return each step's loss, in order; a repeated step's last one."""
         found = {e["step"]: e["loss"] for e in self.of("step", rank=rank)}
         return [found[step] for step in sorted(found)]
 
     def steps_redone(self) -> int:
-        """Steps that were done more than once: the work that was lost."""
+        """Return how many steps were repeated: the work that was lost."""
         done = [e["step"] for e in self.of("step", rank=0)]
         return len(done) - len(set(done))
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of the first restart; together they last from the kill to the end of a first step.
+        """Return the seconds of each phase of the first restart; together, from the kill to the end of the first step.
 
-        A phase whose end nobody noted is left out, and its time is in the next one; so is what a clock that was set
-        meanwhile put before the kill. None are known without a kill.
+        A phase without a recorded end is left out, and the next one includes its time. A phase that seems to end before
+        the one before it, because the clock was set back, takes 0 s. Empty without a kill.
         """
         found: dict[str, float] = {}
         before = next((e["time"] for e in self.of("killed")), math.inf)
@@ -105,7 +105,7 @@ class History:
         return found
 
     def _last(self, event: str, since: float) -> float | None:
-        """When all ranks had come to `event` in the first restart, if noted; the agent's own events come once."""
+        """Return when all ranks (or the agent) had recorded `event` in the first restart; None if they haven't."""
         if math.isinf(since):
             return None
         if event in ("detected", "starting"):
@@ -116,7 +116,7 @@ class History:
         return max(firsts.values(), default=None)
 
     def redo_s(self) -> float:
-        """Seconds that steps took which had been done before, without the first: that is the restart's last phase."""
+        """Return the seconds of repeated steps, except the first, which is the restart's last phase."""
         done = {e["step"] for e in self.of("step", rank=0, restart=0)}
         again = [e["seconds"] for e in self.of("step", rank=0, restart=1) if e["step"] in done]
         return sum(again[1:])

@@ -1,4 +1,4 @@
-"""The training that restarts go on with: what is saved, when, and how it is put back."""
+"""A training loop that resumes after restarts: what it saves, when, and how it restores that."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _compat.preload_dynamo()
 
 @dataclasses.dataclass
 class Position:
-    """Where training is: the step of the epoch that comes next."""
+    """Position in the data: the next step, and its epoch."""
 
     epoch: int = 0
     step: int = 0
 
     def advance(self, steps_per_epoch: int) -> None:
-        """One step is done."""
+        """Move on by one step."""
         self.epoch, self.step = divmod(self.epoch * steps_per_epoch + self.step + 1, steps_per_epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """As a checkpoint holds it."""
+        """Return the position as a checkpoint stores it."""
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on there."""
+        """Resume from a stored position."""
         self.epoch, self.step = state["epoch"], state["step"]
 
 
 class Settings(dict):
-    """What a resumed training must not change without a word: all but how long, where to and how often it saves."""
+    """Settings that a resumed run must not change: all except those in FREE, such as its length."""
 
     FREE = ("folder", "epochs", "save_every", "device", "kill_rank", "kill_at_step", "kill_while")
 
@@ -60,11 +60,11 @@ class Settings(dict):
         super().__init__(values, world_size=world_size)
 
     def state_dict(self) -> dict:
-        """As a checkpoint holds it."""
+        """Return the settings as a checkpoint stores them."""
         return dict(self)
 
     def load_state_dict(self, state: dict) -> None:
-        """Change nothing: BadInput if the checkpoint is of another training."""
+        """Change nothing. BadInput if the checkpoint's settings differ."""
         for name, value in state.items():
             require(
                 self[name] == value,
@@ -74,7 +74,7 @@ class Settings(dict):
 
 
 class Training:
-    """All that a checkpoint holds, on one rank."""
+    """Everything that a checkpoint stores, on one rank."""
 
     def __init__(self, config: Any, rank: Rank, steps_per_epoch: int) -> None:
         self.rank, self.folder = rank, config.folder
@@ -88,19 +88,19 @@ class Training:
             "settings": Settings(config, rank.world_size),
         }
         self.position, self.scheduler = self.parts["data"], self.parts["scheduler"]
-        seed = config.seed + 1 + rank.rank  # each rank drops other pixels
-        for sow in (torch.manual_seed, np.random.seed, random.seed):  # all that a checkpoint holds
+        seed = config.seed + 1 + rank.rank  # dropout differs between ranks
+        for sow in (torch.manual_seed, np.random.seed, random.seed):  # all that a checkpoint stores
             sow(seed)
 
     def save(self, step: int) -> Path | None:
-        """The state of all ranks; rank 0 writes it. Only the random states differ between ranks."""
+        """Save on rank 0 and return the path there; None on other ranks. Collective: gathers the random states."""
         randoms = self.rank.gather(random_state())
         if self.rank.rank != 0:
             return None
         return save(self.folder, step, training_state(self.model, self.optimizer, **self.parts, random=randoms))
 
     def resume(self) -> int:
-        """Go on from the last good checkpoint; returns its step, 0 if there is none. Every rank reads the file."""
+        """Load the last good checkpoint on every rank; return its step, or 0 if there is none."""
         if (found := load_latest(self.folder)) is None:
             return 0
         restore(found[1], self.model, self.optimizer, **self.parts, rank=self.rank.rank)
@@ -108,10 +108,10 @@ class Training:
 
 
 def train(config: Any, journal: Journal) -> None:
-    """Join the job, resume, train to the end. A lost peer ends this rank in one line: the agent starts all again."""
+    """Join the process group, resume, train to the end. If a peer is lost, exit: the agent restarts all ranks."""
     placement = place(int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
     with process_group(placement[int(os.environ["LOCAL_RANK"])]) as rank:
-        same_bits_every_time(rank.device)  # a restarted training is compared with one that was never stopped
+        same_bits_every_time(rank.device)  # restarted and uninterrupted runs must end equal
         journal("group")
         try:
             train_on(rank, config, journal)
@@ -120,14 +120,14 @@ def train(config: Any, journal: Journal) -> None:
                 raise
             journal("lost peer")
             _say(f"[rank {rank.rank}] another rank is gone")
-            os._exit(1)  # leaving the group in order would wait for it
-        except OSError as e:  # a full disk, mostly: earlier checkpoints are still there
+            os._exit(1)  # destroying the process group would wait for that rank
+        except OSError as e:  # usually a full disk; earlier checkpoints are intact
             _say(f"[rank {rank.rank}] stopped: {e}: make room, or give another --folder")
             os._exit(1)
 
 
 def train_on(rank: Rank, config: Any, journal: Journal) -> None:
-    """Go on from the last good checkpoint in the folder, to the end, and save every few steps."""
+    """Resume from the folder's last good checkpoint and train to the end, saving every `save_every` steps."""
     images, labels = _data(config.samples, rank.device)
     sampler = DistributedSampler(images, rank.world_size, rank.rank, seed=config.seed, drop_last=True)
     per_epoch = len(sampler) // config.batch_size
@@ -140,7 +140,7 @@ def train_on(rank: Rank, config: Any, journal: Journal) -> None:
     fault, position = Fault(config.kill_rank, config.kill_at_step, config.kill_while, journal), training.position
     while (epoch := position.epoch) < config.epochs:
         sampler.set_epoch(epoch)
-        order = list(sampler)  # depends on seed and epoch only: the rest of it begins where the checkpoint was taken
+        order = list(sampler)  # depends only on seed and epoch, so a resumed run can skip what is done
         for first in range(position.step * config.batch_size, per_epoch * config.batch_size, config.batch_size):
             fault.before_step(step + 1)
             rows = order[first : first + config.batch_size]
@@ -157,11 +157,11 @@ def train_on(rank: Rank, config: Any, journal: Journal) -> None:
 
 
 def _say(line: str) -> None:
-    print(line + "\n", end="", flush=True)  # in one piece: other ranks print, too
+    print(line + "\n", end="", flush=True)  # a single write, because other ranks also print
 
 
 def _step(training: Training, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Loss of this rank's images before the step, and the seconds it took."""
+    """Take one step; return the loss on this rank's batch and the step's seconds."""
     losses = []
 
     def step() -> None:
@@ -183,7 +183,7 @@ def _save(training: Training, step: int, fault: Fault, journal: Journal) -> None
 
 
 def _data(samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 28, 28) float32, about standardised, and labels (N,) int64."""
+    """Return images (N, 1, 28, 28) float32, roughly standardised, and labels (N,) int64."""
     data = fashion_mnist()
     images = torch.from_numpy(data.x_train[:samples]).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
     return images.to(device), torch.from_numpy(data.y_train[:samples]).long().to(device)

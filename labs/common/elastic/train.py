@@ -1,9 +1,9 @@
-"""Train a small CNN on n ranks; save every few steps; go on from there when a rank was killed.
+"""Train a small CNN on n ranks. Save every few steps, and resume from there if a rank is killed.
 
     torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train --folder runs/x --epochs 2
-    kill -9 PID                      # of any rank: torchrun ends the others and starts all of them again
+    kill -9 PID                      # any rank: torchrun stops the others and restarts all of them
 
-Started again with the same folder, it goes on where its last good checkpoint was taken. Ctrl-C stops all ranks.
+If you start it again with the same folder, it resumes from the last good checkpoint. Ctrl-C stops all ranks.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ class Config:
     """What to train, and where to save it."""
 
     folder: Path
-    """Checkpoints and journals go here; made if it is not there."""
+    """Folder for checkpoints and journals; made if it doesn't exist."""
     epochs: int = 2
     """Passes over the images."""
     samples: int = 1024
-    """Fashion-MNIST images that are used, the first ones."""
+    """How many Fashion-MNIST images to use, counted from the first."""
     batch_size: int = 32
     """Images per rank and step."""
     lr: float = 0.05
-    """Learning rate at the start of SGD with momentum 0.9; it falls as a cosine."""
+    """Initial learning rate of SGD with momentum 0.9; it follows a cosine schedule."""
     save_every: int = 5
-    """Steps between two saves."""
+    """Steps between checkpoints."""
     seed: int = 0
-    """Seed of the model, of the order of the images and of the dropout."""
+    """Seed of the model, the order of the images, and dropout."""
     device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
     """Where ranks run: GPUs if there are enough, otherwise CPU cores."""
     kill_rank: int = -1
-    """Rank that kills itself, once, to try out what happens; -1: none does."""
+    """Rank that kills itself once, to test a restart; -1: none."""
     kill_at_step: int = 0
-    """Step of the whole training before which it does."""
+    """Step, counted over all epochs, before which it does so."""
     kill_while: Literal["training", "saving", "machine"] = "training"
-    """Or in the middle of the first save from that step on; then the rank must be 0, which saves. Machine: like
-    training, but the torchrun that started the rank is killed with it."""
+    """training: before that step. saving: during the first save at or after it; needs rank 0, which saves. machine:
+    like training, but the torchrun that started the rank is also killed."""
 
     def check(self) -> None:
-        """BadInput for what cannot work. Not in __post_init__, whose errors tyro would print in a box of many lines."""
+        """Raise BadInput for bad values. Not in __post_init__, whose errors tyro prints in a box of many lines."""
         require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
         require(1 <= self.samples <= 10_000, f"samples must be between 1 and 10000, not {self.samples}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
@@ -63,7 +63,7 @@ class Config:
 
 
 def parse(args: list[str] | None = None) -> Config:
-    """The command line. Bad input is told once, not by every rank at every start; exit code 2."""
+    """Parse the command line. Only one rank reports bad input, at the first start; exit code 2."""
     import tyro
 
     config = tyro.cli(
@@ -79,12 +79,12 @@ def parse(args: list[str] | None = None) -> Config:
 
 
 def is_spokesman() -> bool:
-    """Whether this is rank 0, or none, of the first start."""
+    """Return whether this is the first start's rank 0, or not a rank at all."""
     return os.environ.get("RANK", "0") == "0" and not was_restarted()
 
 
 def main(args: list[str] | None = None) -> None:
-    """One rank of a job that torchrun, or another elastic agent, has started."""
+    """Run one rank of a job that torchrun, or another elastic agent, has started."""
     started = time.time()
     config = parse(args)
     require("RANK" in os.environ, "start it with torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train")
@@ -93,19 +93,19 @@ def main(args: list[str] | None = None) -> None:
         journal = Journal(config.folder, int(os.environ["RANK"]), started)
     except OSError as e:
         raise BadInput(f"cannot write to {config.folder} ({e.strerror or e}): choose another --folder") from None
-    from labs.common.elastic import loop  # imports torch: most of the time of a restart
+    from labs.common.elastic import loop  # imports torch, which takes most of a restart
 
     journal("imported")
     loop.train(config, journal)
 
 
 def entry(args: list[str] | None = None) -> None:
-    """`main`, with bad input as one line and exit code 2."""
+    """Run `main`, but report bad input in one line, with exit code 2."""
     try:
         main(args)
     except BadInput as e:
         if is_spokesman():
             print(f"{PROG}: {e}", file=sys.stderr)
         else:
-            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+            time.sleep(10)  # torchrun stops this rank once the one that printed has exited
         raise SystemExit(2) from None
