@@ -1,7 +1,7 @@
 """Every experiment and tool of the course.
 
-python -m labs                                  prints a table: notebook, experiment, question, seconds python -m labs
-data_parallel --nproc 2          runs one, as `python -m labs.data_parallel --nproc 2` does
+python -m labs                           # a table: notebook, experiment, question, seconds
+python -m labs data_parallel --nproc 2   # run one, like `python -m labs.data_parallel --nproc 2`
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def failures() -> list[str]:
 @pytest.mark.long
 def test_a_training_that_fails_says_why():
     failed, killed = run_on_ranks(failures, 1, timeout_s=60)[0]
-    assert failed == "the training 'x' failed: python -m labs.elastic_train: lr must be positive, not -1.0"
+    assert failed == "the run 'x' failed: python -m labs.elastic_train: lr must be positive, not -1.0"
     assert killed == "the elastic agent has ended with exit code -9"
 
 

@@ -552,7 +552,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"{unknown[0].partition('=')[0]} does not go with --preflight, which takes {', '.join(TAKES)}")
     if "RANK" in os.environ:
-        parser.error("--preflight starts ranks of its own: run it without torchrun")
+        parser.error("--preflight starts its own ranks: run it without torchrun")
     if options.require_gpus < 0:
         parser.error(f"--require-gpus must be at least 0, not {options.require_gpus}")
     try:

@@ -80,10 +80,10 @@ class Agent:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the elastic agent has ended with exit code {self.process.returncode}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the training {folder.name!r} took too long: {_last_words(folder)}")
+                raise RuntimeError(f"the run {folder.name!r} took too long: {_last_words(folder)}")
             time.sleep(POLL_S)
         if error := json.loads((folder / "ended").read_text())["error"]:
-            raise RuntimeError(f"the training {folder.name!r} failed: {_last_words(folder) or error}")
+            raise RuntimeError(f"the run {folder.name!r} failed: {_last_words(folder) or error}")
 
 
 def _last_words(folder: Path) -> str:

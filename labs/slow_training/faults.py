@@ -72,7 +72,7 @@ def fixed() -> str:
 def source(fault: Fault) -> str:
     """Return the source of `train` with the fault. ValueError unless the old text occurs exactly once."""
     if fault.old and fixed().count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.old!r} must stand in train once")
+        raise ValueError(f"{fault.name}: {fault.old!r} must occur in train exactly once")
     return fixed().replace(fault.old, fault.new) if fault.old else fixed()
 
 

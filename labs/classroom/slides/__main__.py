@@ -65,7 +65,7 @@ def index_page(sources: list[Path]) -> str:
     rows = [f'<li><a href="{e.name}.html">{e.name[:2]}: {html.escape(e.title)}</a></li>' for e in entries]
     style = "body { font: 24px/1.8 system-ui, sans-serif; margin: 3rem auto; max-width: 45rem } li { list-style: none }"
     head = f'<meta charset="utf-8"><title>Slides</title><style>{style}</style>'
-    keys = "<p>Space goes on, Shift-Space back, Esc shows all slides, B blanks the screen.</p>"
+    keys = "<p>Space moves forward, Shift-Space back, Esc shows all slides, B blanks the screen.</p>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body><ul>{"".join(rows)}</ul>{keys}</body></html>\n'
 
 

@@ -56,7 +56,7 @@ def restore(
     needed = parts.keys() | {"random"}
     lacking, left = needed - state.keys(), state.keys() - needed
     require(not lacking, f"the checkpoint lacks {', '.join(sorted(lacking))}: it holds {', '.join(state)}")
-    require(not left, f"the checkpoint also holds {', '.join(sorted(left))}: give it to restore(), too")
+    require(not left, f"the checkpoint also holds {', '.join(sorted(left))}: pass it to restore() as well")
     for name, part in parts.items():
         _set_state(part, state[name])
     if rank < len(state["random"]):

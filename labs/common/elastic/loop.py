@@ -68,8 +68,8 @@ class Settings(dict):
         for name, value in state.items():
             require(
                 self[name] == value,
-                f"the checkpoint is of a training with {name} {value}, not {self[name]}: "
-                f"give another --folder, or the same {name}",
+                f"the checkpoint is from a run with {name} {value}, not {self[name]}: "
+                f"choose another --folder, or the same {name}",
             )
 
 
@@ -122,7 +122,7 @@ def train(config: Any, journal: Journal) -> None:
             _say(f"[rank {rank.rank}] another rank is gone")
             os._exit(1)  # destroying the process group would wait for that rank
         except OSError as e:  # usually a full disk; earlier checkpoints are intact
-            _say(f"[rank {rank.rank}] stopped: {e}: make room, or give another --folder")
+            _say(f"[rank {rank.rank}] stopped: {e}: make room, or choose another --folder")
             os._exit(1)
 
 
