@@ -5,17 +5,17 @@
     python -m labs.doctor --compare doctor-report/report.json train.py      # after a fix
     python -m labs.doctor -m my_package.train --lr 0.1          # what `python -m my_package.train --lr 0.1` runs
 
-It takes some steps to warm up, --steps as they are, and for --seconds it tries fixes: steps with one thing otherwise
-(without waiting for data, without exchange, ...) in turn with steps as they are. Model, optimizer and random state are
-put back after each. Then the script is ended. A step is a call of the `step` of an optimizer of torch.
+After some warm-up steps, it measures --steps unchanged steps. Then it tries fixes for --seconds: steps without one cost
+(waiting for data, exchange, ...) alternate with unchanged steps. After each try it restores model, optimizer and random
+state. Then it ends the script. A step is a call of a PyTorch optimizer's step().
 
-The page names wrong results first, then what is slow: the largest problem, three more, and where a step's time goes.
---all prints the rest, which is also in report.html and report.json below --out. Exit code: 0, 1 if no step could be
-measured (the page says why), 2 for bad input.
+The page shows wrong results first, then what is slow: the largest problem, three more, and where a step's time goes.
+--all prints the rest, which is also in report.html and report.json in the --out folder. Exit code: 0; 1 if no step
+could be measured (the page says why); 2 for bad input.
 
-The doctor writes nothing but its report. Your script writes its own files, logs and checkpoints; with --copy it runs in
-a copy of the folder that you start it in, which is removed. It has a TMPDIR of its own and no terminal. Ctrl-C ends it
-and reports what is known. No process is left. docs/DOCTOR.md lists what is not detected.
+The doctor writes only its report. Your script still writes its own files, logs and checkpoints; with --copy it runs in
+a temporary copy of the folder that you start it in. It gets its own TMPDIR and no terminal. Ctrl-C ends it and reports
+what is known so far. No process stays behind. docs/DOCTOR.md lists what the doctor doesn't detect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_COPIED = 1 << 30  # Bytes
 
 
 def options(args: list[str]) -> argparse.Namespace:
-    """With argv and module of the script. BadInput for what cannot work, before anything starts."""
+    """Return the options, with the script's `argv` and `module`, and `compare` loaded. Raises BadInput."""
     parser = argparse.ArgumentParser(
         PROG,
         f"{PROG} [options] train.py ...",
@@ -82,7 +82,7 @@ def options(args: list[str]) -> argparse.Namespace:
 
 
 def _script_below(folder: Path, script: str) -> str:
-    """As a relative path, which leads to the script in a copy of the folder as well."""
+    """Return the script's path relative to `folder`. Raises BadInput if it's outside, or if the folder is too large."""
     path = os.path.relpath(script, folder)
     require(not path.startswith(".."), f"--copy copies {folder}, and {script} is not in it: start it in a folder above")
     bytes_ = 0
@@ -99,12 +99,12 @@ def print_report(profiles: list[Profile], given: argparse.Namespace, machine: in
 
     found = report.make(profiles, matches)
     out = given.out if machine == 0 else given.out.with_name(f"{given.out.name}-machine-{machine}")
-    if len(profiles) == 1 and (rank := report.group_of(profiles[0])[0]) != profiles[0].rank:  # only the script knows it
+    if len(profiles) == 1 and (rank := report.group_of(profiles[0])[0]) != profiles[0].rank:  # the script set it
         out = given.out.with_name(f"{given.out.name}-rank-{rank}")
     lines = [report.page(found, given.all)]
     if given.compare is not None and found.seen:
         lines.append(compare.page(given.compare, found))
-    try:  # before it is printed: who reads that may leave early
+    try:  # save before printing: the reader of a pipe may close it early
         lines.append("report: " + ", ".join(map(str, report.save(found, out))))
     except OSError as e:
         lines.append(f"could not write to {out} ({e.strerror}): this page is all there is")
@@ -116,7 +116,7 @@ def main() -> None:
     """Check, run the script, report."""
     try:
         given, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
-        # Before the run: what goes wrong in it costs no measurement, and the script is as the run will find it
+        # Before the run: an error here costs no measurement, and the script can't have been edited meanwhile
         matches = [] if place.local_rank else static_rules.check(Path(given.argv[0]))
         profiles = supervisor.examine(given, place, lambda found: print_report(found, given, place.machine, matches))
     except BadInput as e:

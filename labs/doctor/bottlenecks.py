@@ -1,4 +1,4 @@
-"""What the doctor can name: the texts of texts.toml, and the lines of a script that they are about."""
+"""What the doctor can report: the texts of texts.toml, and the lines of a script that they refer to."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from pathlib import Path
 from typing import Any
 
 WRONG, SLOW, RISK, OPTION, UNPRICED = "wrong result", "slow", "at risk", "option", "not priced"
-"""Kinds of findings, in the order of a report. An option is what a healthy script may use; UNPRICED was seen, and
-what it costs isn't known."""
+"""Kinds of findings, in a report's order. An OPTION is a speedup that a healthy script may use as well. UNPRICED was
+seen, but its cost isn't known."""
 KINDS = (WRONG, SLOW, RISK, OPTION, UNPRICED)
 TEXTS = tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """One row of the table."""
+    """A [bottleneck.NAME] table of texts.toml."""
 
     name: str
     what: str
     fix: str
     notebook: str
-    mode: str = ""  # The counterfactual that takes it away
-    part: str = ""  # Kind of the spans that would be gone, and of the lines that show it
-    calls: Sequence[str] = ()  # Names whose first call in the script is the line to change, where no line was noted
+    mode: str = ""  # The counterfactual that removes it
+    part: str = ""  # Kind of the spans that a fix removes, and of the lines that show it
+    calls: Sequence[str] = ()  # The first call of one of these is the line to change, if no line was recorded
 
 
 BOTTLENECKS = tuple(Bottleneck(name, **row) for name, row in TEXTS["bottleneck"].items())
 BY_NAME = {b.name: b for b in BOTTLENECKS}
-TRAINERS = TEXTS["trainer_of"]  # By the module that has called the optimizer. Trainers that call others come first
-PARTS = TEXTS["part"]  # What a learner calls the kinds of profile.KINDS, and what a GPU's step has besides
+TRAINERS = TEXTS["trainer_of"]  # By the module that called the optimizer. A trainer comes before those it calls
+PARTS = TEXTS["part"]  # Display names of profile.KINDS, and of what only a GPU's step has
 
 
 @dataclass(frozen=True)
 class Match:
-    """What a probe or a rule has seen at a line: training is wrong, or (`wrong` is False) it deserves a look."""
+    """What a probe or a rule found at a line: a wrong result, or with `wrong` False, a risk."""
 
-    probe: str  # Or the rule's name
+    probe: str  # The probe's name, or the rule's
     what: str  # One sentence with its main numbers, without a full stop
     fix: str
     file: str
     line: int
     code: str
-    words: dict[str, Any]  # With which the sentence was filled in
+    words: dict[str, Any]  # The values filled into the sentence
     also: Sequence[str] = ()
     wrong: bool = True
     notebook: str = ""
@@ -58,7 +58,7 @@ class Match:
 
 
 def matched(name: str, place: tuple[str, int], /, also: Sequence[str] = (), wrong: bool = True, **words: Any) -> Match:
-    """Return what texts.toml says of [probe.NAME], with these words in it, about a line."""
+    """Return a match at `place` (file, line), with the texts of [probe.NAME] in texts.toml and `words` filled in."""
     code = linecache.getline(*place).strip() if place[0] else ""
     text = TEXTS["probe"][name]
     what, fix = (text[part].format(**words) for part in ("what", "fix"))
@@ -66,7 +66,7 @@ def matched(name: str, place: tuple[str, int], /, also: Sequence[str] = (), wron
 
 
 def option(trainer: str, finding: str) -> str:
-    """What fixes it in a trainer, as " - in Lightning: ..."; "" where that is what fixes it anywhere."""
+    """Return the fix for a finding in this trainer, as " - in Lightning: ..."; "" if it has no special one."""
     words = TEXTS["trainer"].get(trainer, {}).get(finding, "")
     place = "TrainingArguments" if trainer == "transformers" else trainer
     return f" - in {place}: {words}" if words else ""

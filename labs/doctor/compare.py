@@ -1,6 +1,6 @@
-"""Before and after a fix: how much faster the script has become, and what became of each estimated gain.
+"""Compare the runs before and after a fix: how much faster the script got, and what became of each finding.
 
-Two runs, one after the other: what the machine did between them is in their ratio. Samples per second count, not steps.
+The runs aren't interleaved, so their ratio includes changes of the machine. It compares samples/s, or else steps/s.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from labs.kit.measure import Estimate, differs
 
 
 def rates(ranks: Sequence[Profile], samples: bool) -> list[float]:
-    """Of each step as it is, of the whole job: samples or steps per second."""
+    """Return the whole job's samples (or steps) per second in each unchanged step."""
     amount = sum(f.samples or 0 for f in ranks) if samples else 1.0
     return [amount / s for s in gains.even_s(ranks)]
 
 
 def ratio(after: Sequence[float], before: Sequence[float]) -> Estimate:
-    """Ratio of two medians of unpaired samples, with its bootstrap interval: each side is drawn by itself."""
+    """Return the ratio of the medians of unpaired samples. Its bootstrap interval resamples each side separately."""
     draw, value = np.random.default_rng(0), statistics.median(after) / statistics.median(before)
     medians = (np.median(draw.choice(of, (gains.RESAMPLES, len(of))), axis=1) for of in (after, before))
     low, high = np.quantile(np.divide(*medians), (0.025, 0.975))
@@ -33,7 +33,7 @@ def ratio(after: Sequence[float], before: Sequence[float]) -> Estimate:
 
 
 def became(finding: Finding, after: Report) -> str:
-    """What the second run says of a finding of the first."""
+    """Describe what the second run shows about a finding of the first."""
     now = next((f for f in after.findings if f.name == finding.name), None)
     if now is not None:
         return f"still there, {f'estimated gain {now.gain}' if now.gain else 'not priced'}"
@@ -46,7 +46,7 @@ def became(finding: Finding, after: Report) -> str:
 
 
 def page(before: Report, after: Report) -> str:
-    """For a terminal. Both have seen steps."""
+    """Return the comparison for a terminal. Both runs must have measured steps."""
     return "\n".join(_lines(before, after)) + "\n"
 
 
@@ -77,7 +77,7 @@ def _lines(before: Report, after: Report) -> Iterator[str]:
 
 
 def _changed(before: Report, after: Report) -> Iterator[tuple[str, object, object]]:
-    """What makes the two runs hard to compare."""
+    """Yield (what, before, after) for each difference that makes the runs hard to compare."""
     pairs = [(name, before.provenance.get(name), after.provenance.get(name)) for name in ("cpu", "gpus", "torch")]
     a, b = before.seen[0], after.seen[0]
     pairs += [("the batch of a rank", a.samples, b.samples), ("the number of ranks", a.ranks, b.ranks)]

@@ -1,4 +1,4 @@
-"""What a step would take if one thing were gone: that estimates what a fix gives. Nothing is computed otherwise."""
+"""Counterfactuals: run steps without one cost, to estimate what a fix would gain. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from labs.kit import _compat
 
 
 def why_not(mode: str, hooks: Hooks, profile: Profile) -> str:
-    """Why it cannot be tried or would show nothing; "" if it can."""
+    """Return why a mode can't be tried or would show nothing; "" if it can be tried."""
     one_rank = bool(hooks.ddp) and torch.distributed.get_world_size() == 1
     reasons = {
         "same batch again": {
@@ -39,9 +39,9 @@ def why_not(mode: str, hooks: Hooks, profile: Profile) -> str:
 
 @contextmanager
 def _no_exchange(hooks: Hooks) -> Iterator[None]:
-    """DDP's gradients stay on their rank, as in `no_sync()`: what is left is what ranks need for themselves.
+    """Keep DDP from exchanging gradients, as `no_sync()` does, so that a step takes only the rank's own time.
 
-    Also if the script sets it in each step, by itself or by no_sync(), which puts back what it reads.
+    This holds even if the script sets the flag in each step, directly or by no_sync(), which restores what it read.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -65,12 +65,12 @@ def _no_buffers(hooks: Hooks) -> Iterator[None]:
         yield
 
 
-Modes = Mapping[str, Callable[[Hooks], AbstractContextManager]]  # By name: steps within it are taken so
+Modes = Mapping[str, Callable[[Hooks], AbstractContextManager]]  # By name: the context for steps in this mode
 MODES: Modes = {
     "same batch again": lambda hooks: patch.multiple(hooks, same_batch=True),
-    "no exchange": _no_exchange,  # after it, the first forward still broadcasts buffers
-    # What the host doesn't wait for here it may wait for later: at the next line, or in the optimizer's step
+    "no exchange": _no_exchange,  # its first forward still broadcasts buffers
+    # The host may just wait later instead, at the next line or in the optimizer's step
     "no waiting line": lambda hooks: patch.multiple(hooks, known_values=True),
     "no buffer broadcast": _no_buffers,
 }
-"""In the order in which they are tried. If the time is short, the last ones are left out."""
+"""In order of priority: if the time is short, the last ones are skipped."""

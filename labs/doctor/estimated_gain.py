@@ -1,6 +1,6 @@
-"""The arithmetic: times of a whole job from its ranks' profiles, and estimated gains with their intervals.
+"""Compute a whole job's times from its ranks' profiles, and estimated gains with their intervals.
 
-A job's step is as long as that of its slowest rank, in each round and in each step anew.
+A job's step takes as long as its slowest rank's, which may be a different rank in each round or step.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from labs.doctor.profile import AS_IS, Profile, rare_kinds
 from labs.kit.measure import Estimate, estimate, fewest
 
 WORTH = 1.05  # Smaller gains aren't reported
-WORTH_BY_PARTS = 1.10  # What waits for a part may without it wait for something else
-FINE = 1.10  # An interval that ends below this shows that there is little to gain; a wider one shows nothing
-SAME_WEIGHTS = 1e-9  # Sums of the same weights, in FP64, differ by less than this share
+WORTH_BY_PARTS = 1.10  # Higher, because without the part a step may wait for something else
+FINE = 1.10  # An interval that ends below this shows that there is little to gain; a wider one is inconclusive
+SAME_WEIGHTS = 1e-9  # FP64 sums of the same weights differ by less than this share
 RESAMPLES = 2_000
-BLOCKS = fewest() + 1  # Of a series that may grow: as many differences between neighbours as an interval needs
+BLOCKS = fewest() + 1  # In `growth`: they have as many differences between neighbours as an interval needs
 
 
 def steps_s(ranks: Sequence[Profile]) -> list[float]:
-    """Each step as it is, of the whole job."""
+    """Return the whole job's time of each unchanged step."""
     return [max(steps) for steps in zip(*(f.step_s for f in ranks), strict=False)]
 
 
 def even_s(ranks: Sequence[Profile]) -> list[float]:
-    """Steps with what only some have (a validation, a save) spread over all of them."""
+    """Return `steps_s` with rare parts (a validation, a save) spread evenly over all steps."""
     each = []
     for f in ranks:
         lost = lost_s(f, *rare_kinds(f)) or [0.0] * len(f.step_s)
@@ -36,7 +36,7 @@ def even_s(ranks: Sequence[Profile]) -> list[float]:
 
 
 def samples_per_s(ranks: Sequence[Profile]) -> Estimate | None:
-    """Of all ranks together; None if no rank could count its samples."""
+    """Return the samples per second of all ranks together; None if a rank couldn't count its samples."""
     if any(not f.samples for f in ranks) or not steps_s(ranks):
         return None
     samples = sum(f.samples for f in ranks)
@@ -44,39 +44,39 @@ def samples_per_s(ranks: Sequence[Profile]) -> Estimate | None:
 
 
 def part_s(profile: Profile, *kinds: str) -> float:
-    """Mean per step; parts that are not in every step count as what they cost on average."""
+    """Return the mean seconds of these kinds per step, over all steps, including those without them."""
     return sum(statistics.fmean(profile.spans_s[k]) for k in kinds if profile.spans_s.get(k))
 
 
 def turns_s(ranks: Sequence[Profile], mode: str) -> list[tuple[list[float], list[float]]]:
-    """Each rank's mean step as it is and in a mode, in each round in which all ranks had both turns."""
+    """Return (each rank's mean unchanged step, its mean step in `mode`) for each round that has both on all ranks."""
     sides = (zip(*(f.interleaved_s.get(name, []) for f in ranks), strict=False) for name in (AS_IS, mode))
     return [tuple([statistics.fmean(turn) for turn in side] for side in both) for both in zip(*sides, strict=False)]
 
 
 def pairs_s(ranks: Sequence[Profile], mode: str) -> list[tuple[float, float]]:
-    """The job's step as it is and in a mode, in each round that has both."""
+    """Return (the job's unchanged step, its step in `mode`) in s, for each round that has both."""
     return [(max(a), max(b)) for a, b in turns_s(ranks, mode)]
 
 
 def interleaved(ranks: Sequence[Profile], mode: str, more_s: float = 0.0) -> Estimate | None:
-    """How many times as fast: median over rounds of as it is / mode. None if it wasn't tried.
+    """Return the speedup in `mode`: the median over rounds of unchanged / mode. None if it wasn't tried.
 
-    `more_s`: what a step with the fix takes besides.
+    `more_s`: seconds that the fix itself adds to a step.
     """
     ratios = [a / (b + more_s) for a, b in pairs_s(ranks, mode) if b > 0]
     return of_ratios(ratios, looks(ranks)) if ratios else None
 
 
 def looks(ranks: Sequence[Profile]) -> int:
-    """How many intervals are looked at: of each counterfactual, and of which rank is late."""
+    """Return how many intervals the report tests: one per counterfactual, one per rank for being late."""
     return max(len(ranks[0].interleaved_s) - 1, 0) + len(ranks)
 
 
 def of_ratios(ratios: Sequence[float], looks: int) -> Estimate:
-    """Median, with an interval that holds together with those of all other `looks` in 95 % of runs (Bonferroni).
+    """Return the median. Its interval and those of all other `looks` are jointly right in 95 % of runs (Bonferroni).
 
-    It is the sign test's, which no outlier widens; with too few rounds for that, Student's t of the logarithms.
+    It is the sign test's, which outliers don't widen; with too few rounds for that, Student's t on the logarithms.
     """
     plain = estimate(ratios, "x", resamples=RESAMPLES)
     if len(ratios) < 2:
@@ -94,16 +94,16 @@ def of_ratios(ratios: Sequence[float], looks: int) -> Estimate:
 
 
 def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
-    """step / (step - part): how many times as fast by arithmetic, with a bootstrap interval; None without a step.
+    """Return step / (step - part), the speedup by arithmetic, with a bootstrap interval; None without steps.
 
-    Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves.
+    Steps are resampled together with their parts, so a part that only few steps have gets a wide interval.
     """
     pairs = [(s, s - min(max(p, 0.0), 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
     if not pairs:
         return None
     import numpy as np
 
-    both = np.array(pairs)  # (steps, 2): as it is, without
+    both = np.array(pairs)  # (steps, 2): unchanged, without the part
     drawn = both[np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))].sum(1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
     value = float(both[:, 0].sum() / both[:, 1].sum())
@@ -111,10 +111,10 @@ def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
 
 
 def from_parts(ranks: Sequence[Profile], *kinds: str) -> tuple[Estimate | None, Profile]:
-    """Gain without these parts, by arithmetic, and of which rank: the one that has most of them.
+    """Return the gain without these parts, by arithmetic, and the profile of the rank that has most of them.
 
-    None on a device that works beside the host, where the host's time may cost nothing; rare parts are priced there by
-    how much the steps that have them are longer than the others.
+    On a GPU the gain is None, because the host's time may be hidden, unless the parts are rare: then it is computed
+    from how much longer the steps that have them are.
     """
     most = max(ranks, key=lambda f: part_s(f, *kinds))
     hidden = most.device != "cpu" and not set(kinds) <= set(rare_kinds(most))
@@ -122,10 +122,10 @@ def from_parts(ranks: Sequence[Profile], *kinds: str) -> tuple[Estimate | None, 
 
 
 def lost_s(profile: Profile, *kinds: str) -> list[float]:
-    """What parts take of each step; rare ones, on a device beside the host, with the device's share in them."""
+    """Return what the parts take of each step; for rare ones on a GPU, how much longer the steps with them are."""
     parts = [profile.spans_s.get(k, [0.0] * len(profile.step_s)) for k in kinds]
     lost = [sum(of) for of in zip(*parts, strict=False)]
-    if kinds == ("data",) and lost and profile.restarts:  # what starting workers takes has a finding of its own
+    if kinds == ("data",) and lost and profile.restarts:  # starting workers has a separate finding
         usual = statistics.median([s for i, s in enumerate(lost) if i not in profile.restarts] or [0.0])
         lost = [usual if i in profile.restarts else s for i, s in enumerate(lost)]
     if profile.device == "cpu" or not set(kinds) <= set(rare_kinds(profile)):
@@ -134,39 +134,39 @@ def lost_s(profile: Profile, *kinds: str) -> list[float]:
 
 
 def longer_s(steps: Sequence[float], at: Sequence[int]) -> list[float]:
-    """Of each step: by how much it is longer than the median of those that are not `at`; 0 for these."""
+    """Return how much longer each step with an index in `at` is than the median of the others; 0 for the others."""
     usual = statistics.median([s for i, s in enumerate(steps) if i not in at] or steps)
     return [max(0.0, s - usual) if i in at else 0.0 for i, s in enumerate(steps)]
 
 
 def split(ranks: Sequence[Profile]) -> bool:
-    """Whether ranks train different weights, as a pipeline's stages: then they wait for each other by design."""
+    """Return whether ranks train different weights, as pipeline stages do: then they wait for each other by design."""
     of = [f.training for f in ranks]
     if len({row.get("shapes") for row in of}) > 1:
         return True
-    if any(row.get("ddp") or row.get("fsdp") for row in of):  # which hold the same weights, or even shards of them
+    if any(row.get("ddp") or row.get("fsdp") for row in of):  # ranks hold the same weights, or equal shards
         return False
     sums = [row.get("weights", 0.0) for row in of]
     return max(sums) - min(sums) > SAME_WEIGHTS * max(map(abs, sums))
 
 
 def enough(gain: Estimate | None) -> bool:
-    """Whether its interval rests on as many samples as one needs."""
+    """Return whether a gain has enough samples for its interval."""
     return gain is not None and gain.n >= fewest()
 
 
 def standing(gain: Estimate, worth: float = WORTH) -> str:
-    """ "gain", "fine" (too little to gain) or "unclear" (this run cannot tell)."""
+    """Return "gain", "fine" (too little to gain) or "unclear" (inconclusive)."""
     if enough(gain) and gain.low > 1 and gain.value >= worth:
         return "gain"
     return "fine" if enough(gain) and gain.high < FINE else "unclear"
 
 
 def growth(series: Sequence[float], unit: str, at: Sequence[float]) -> Estimate | None:
-    """By how much a series grows per step, from medians of blocks of it. None if it is too short to tell.
+    """Return how much a series grows per step, from the medians of blocks. None with fewer than BLOCKS values.
 
-    `at`: the steps at which it was taken.
-    What grows by itself goes on in each block; what settles, or jumps once, does not: then the interval holds 0.
+    `at`: the step of each value.
+    A leak grows in every block. What settles, or jumps once, doesn't, so its interval contains 0.
     """
     size = len(series) // BLOCKS
     if not size:

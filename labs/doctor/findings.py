@@ -1,7 +1,7 @@
-"""Findings: wrong results first, then what is slow, by estimated gain; what is fine, and what isn't known.
+"""Turn profiles into findings: wrong results first, then what is slow, by gain; also what is fine and what isn't known.
 
-A sentence says what was measured and no more: a gain has the interval of its rounds, and a bottleneck that this run
-can't show is no finding. What two fixes give together isn't the product of their gains.
+Sentences state only what was measured: a gain has the interval of its rounds, and a bottleneck that this run can't show
+is not reported. The gain of two fixes together isn't the product of their gains.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from labs.kit.measure import Estimate
 
 INTERLEAVED, FROM_PARTS, BY_READING = "steps measured in turn", "from the step's parts", "read in the source"
 SEEN, BY_PROBE = "seen in the running script", "measured while it ran"
-SLOW_FROM = 1.15  # A fix that gives less is an option, for a healthy script as well
-ROWS_FROM, ROWS_FROM_ON_GPU, FASTER_BY_BATCH = 1.25, 1.5, 2.0  # Gains that are a fault; by the batch, at least
-PARTS_SURE = 1.20  # A gain by arithmetic that stands in for one that noise has made useless
-SMALL_BUCKET, MANY_BUCKETS = 2**20, 8  # Bytes, DDP's first bucket; so many buckets of less are too many
-OWN, OWN_CODE = ("prepare", "rest"), 1.15  # zero_grad is the script's own code as well: only more is reported
-IDLE_FROM = 0.3  # Of a GPU's step: then Python is too slow for it
-LONG_TRAINING = 1e6  # Steps: memory that lasts longer than that may grow
-ONE_IN_TWO, OF_TENSORS = 0.5, 0.2  # Tensors more in each step, and their share in memory's growth
-GOES_ON = 3  # Steps that compile, spread over half of those that were measured: fewer of them end
+SLOW_FROM = 1.15  # A fix with a smaller gain is optional
+ROWS_FROM, ROWS_FROM_ON_GPU, FASTER_BY_BATCH = 1.25, 1.5, 2.0  # Gains from which it's a fault; least speedup by batches
+PARTS_SURE = 1.20  # A gain by arithmetic of this size replaces an interleaved one that shows none
+SMALL_BUCKET, MANY_BUCKETS = 2**20, 8  # Bytes, as DDP's first bucket; more buckets below that are too many
+OWN, OWN_CODE = ("prepare", "rest"), 1.15  # Only larger gains are reported: zero_grad is also own code
+IDLE_FROM = 0.3  # Idle share of a GPU's step from which Python is too slow for it
+LONG_TRAINING = 1e6  # Steps: slower growth of memory isn't reported
+ONE_IN_TWO, OF_TENSORS = 0.5, 0.2  # Least new tensors per step, or their share in memory's growth
+GOES_ON = 3  # Compiling doesn't end if this many steps compile, spread over half of those measured
 NOT_DETECTED = "whether data, labels, loss and model are the right ones, and what comes later than these steps"
 
 
@@ -57,8 +57,8 @@ class Finding:
     name: str
     what: str  # One sentence with its numbers, without a full stop
     gain: Estimate | None
-    """How many times as fast, per sample, by estimate; None if it wasn't measured, or is about results."""
-    where: str  # "file:line  code"; "" if no line stands for it
+    """Estimated speedup per sample; None if it wasn't measured, or the finding is about results."""
+    where: str  # "file:line  code"; "" if no line is known
     fix: str  # What to type
     notebook: str
     by: str  # How it is known
@@ -72,7 +72,7 @@ class Finding:
 
 
 def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Finding]:
-    """Of all ranks, the most severe first."""
+    """Return the findings of all ranks, including `matches` from the source, most severe first."""
     ranks = with_steps(profiles)
     probed = merge([p.probes for p in profiles])
     same_order = any("set_epoch" in m.fix for m in probed)  # a probe saw it happen
@@ -87,7 +87,7 @@ def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Fin
 
 
 def with_steps(profiles: Sequence[Profile]) -> list[Profile]:
-    """Of the ranks whose steps were measured, by rank."""
+    """Return the profiles of the ranks whose steps were measured, by rank."""
     return sorted((f for f in profiles if f.step_s), key=lambda f: f.rank)
 
 
@@ -96,27 +96,27 @@ def with_steps(profiles: Sequence[Profile]) -> list[Profile]:
 
 @dataclass(frozen=True)
 class Price:
-    """What a fix of a bottleneck would give, how that is known, and of which rank."""
+    """What fixing a bottleneck would gain, how that is known, and the rank that shows it."""
 
     bottleneck: Bottleneck
     gain: Estimate | None
     by: str
     profile: Profile
-    words: dict[str, Any] = field(default_factory=dict)  # Besides those of `_words`, and `where`
+    words: dict[str, Any] = field(default_factory=dict)  # Added to those of `_words`; may include `where`
 
     @property
     def standing(self) -> str:
-        """As estimated_gain.standing has it."""
+        """The gain's standing: see estimated_gain.standing."""
         return standing(self.gain, gains.WORTH_BY_PARTS if self.by == FROM_PARTS else gains.WORTH)
 
 
 def prices(ranks: Sequence[Profile]) -> Iterator[Price]:
-    """Of each bottleneck that this run has tried, or whose part of the step it has seen."""
+    """Yield the price of each bottleneck that this run tried to remove, or whose part of a step it saw."""
     if late := _lateness(ranks):
         yield late
     for bottleneck in BY_NAME.values():
         if bottleneck.name == "exchange" and (ranks[0].ranks == 1 or gains.split(ranks)):
-            continue  # they wait for each other by design
+            continue  # one rank, or ranks that wait for each other by design
         parted, most = gains.from_parts(ranks, bottleneck.part) if bottleneck.part else (None, ranks[0])
         rest_s = 0.0
         if bottleneck.name == "slow_loader" and (rest_s := _by_batch_s(most)):
@@ -125,7 +125,7 @@ def prices(ranks: Sequence[Profile]) -> Iterator[Price]:
         gain = gains.interleaved(ranks, bottleneck.mode, rest_s)
         by_turns = gains.enough(gain) and bottleneck.part not in rare_kinds(most)
         if by_turns and standing(gain) != "gain" and parted is not None:
-            by_turns = standing(parted, PARTS_SURE) != "gain"  # as of a script's own collectives, or in much noise
+            by_turns = standing(parted, PARTS_SURE) != "gain"  # as with a script's own collectives, or much noise
         if not by_turns and parted is not None and part_s(most, bottleneck.part):
             yield Price(bottleneck, parted, FROM_PARTS, most)
         elif gain is not None:
@@ -133,7 +133,7 @@ def prices(ranks: Sequence[Profile]) -> Iterator[Price]:
 
 
 def _by_batch_s(profile: Profile) -> float:
-    """What one index for a whole batch takes, where rows are in memory and that is faster; otherwise 0."""
+    """Return the seconds to fetch a batch with one index, if rows are in memory and that is faster; otherwise 0."""
     by_batch_ms = profile.loader.by_batch_ms if profile.loader else None
     slower = by_batch_ms is not None and by_batch_ms * FASTER_BY_BATCH < 1e3 * part_s(profile, "data")
     return by_batch_ms / 1e3 if slower else 0.0
@@ -144,7 +144,7 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
     for price in priced:
         if price.standing == "gain":
             small_model = price.gain.value < (ROWS_FROM if price.profile.device == "cpu" else ROWS_FROM_ON_GPU)
-            needed = price.by == INTERLEAVED and not needless_exchange(price.profile)  # by ranks that train one model
+            needed = price.by == INTERLEAVED and not needless_exchange(price.profile)  # to train one model
             healthy_has = {"rows_one_by_one": small_model, "exchange": needed}.get(price.bottleneck.name, False)
             yield _finding(price, ranks, OPTION if healthy_has else SLOW)
     known = {price.bottleneck.name for price in priced if price.standing != "unclear"}
@@ -157,7 +157,7 @@ def _slow(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _finding(price: Price, ranks: Sequence[Profile], kind: str = SLOW) -> Finding:
-    """Fill in the row of the table."""
+    """Return a finding with the bottleneck's texts, filled in."""
     row, gain = price.bottleneck, price.gain
     words = _words(row, ranks, price.profile) | price.words
     where = words.pop("where", "") or _where(price.profile, row)
@@ -167,7 +167,7 @@ def _finding(price: Price, ranks: Sequence[Profile], kind: str = SLOW) -> Findin
 
 
 def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dict[str, Any]:
-    """What the texts of a bottleneck may hold."""
+    """Return the values that a bottleneck's texts may use."""
     cores, loader, part = of.machine.get("cores", 0), of.loader, bottleneck.part
     pairs = gains.pairs_s(ranks, "no exchange")
     exposed = statistics.median([a - b for a, b in pairs]) if pairs else 0.0
@@ -193,20 +193,20 @@ def _words(bottleneck: Bottleneck, ranks: Sequence[Profile], of: Profile) -> dic
 
 
 def idle_share(profile: Profile) -> float:
-    """Of a GPU's step, what is none of its own parts; 0 on other devices."""
+    """Return the share of a GPU's step that is in none of its parts; 0 on other devices."""
     busy = sum(s for [s] in profile.device_s.values())
     return max(0.0, 1 - busy / statistics.fmean(profile.step_s)) if busy else 0.0
 
 
 def needless_exchange(profile: Profile) -> bool:
-    """Whether DDP exchanges more often, or in smaller pieces, than it has to. Some of what it must do nothing hides."""
+    """Return whether DDP exchanges more often or in smaller buckets than needed. Exposed exchange alone is no fault."""
     of = profile.training
     bucket = of.get("bucket_bytes") or math.inf
     small = bucket < SMALL_BUCKET and 4 * of.get("parameters", 0) / bucket > MANY_BUCKETS
     return of.get("exchanges", 1) > 1 or small
 
 
-# Where it stands in the source
+# Lines in the source
 
 
 def _where(profile: Profile, bottleneck: Bottleneck) -> str:
@@ -216,13 +216,13 @@ def _where(profile: Profile, bottleneck: Bottleneck) -> str:
 
 
 def _noted(profile: Profile, *kinds: str) -> str:
-    """The costliest line of these kinds."""
+    """Return the costliest line of these kinds, as "file:line  code"; "" if there is none."""
     found = (n for n in profile.lines if n.kind in kinds and n.line)
     return next((f"{os.path.basename(n.file)}:{n.line}  {n.code}" for n in found), "")
 
 
 def _called(script: str, names: Sequence[str]) -> str:
-    """First line of the script that calls one of these names, as "file:line  code"; "" if none does."""
+    """Return the first line of the script that calls one of these names, as "file:line  code"; "" if none does."""
     calls = (n for n in ast.walk(parsed(script)) if isinstance(n, ast.Call))
     lines = [n.lineno for n in calls if name_in(n.func) in names]
     if not lines:
@@ -230,11 +230,11 @@ def _called(script: str, names: Sequence[str]) -> str:
     return f"{os.path.basename(script)}:{min(lines)}  {linecache.getline(script, min(lines)).strip()}"
 
 
-# What no counterfactual takes away
+# What no counterfactual removes
 
 
 def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]:
-    """What the running training has, and no measurement has priced."""
+    """Yield findings about what the run uses and no measurement has priced."""
     f = ranks[0]
     starved = f.device_s and idle_share(f) > IDLE_FROM and not known & {"slow_loader", "rows_one_by_one"}
     threads = f.machine.get("threads", 1)
@@ -252,7 +252,7 @@ def _switched_on(ranks: Sequence[Profile], known: set[str]) -> Iterator[Finding]
 
 
 def _restarts(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    """By how much the steps that begin an epoch, and start its workers, are longer than the others."""
+    """Yield a finding if the steps that start an epoch's workers are much longer than the others."""
     of = max(ranks, key=lambda f: len(f.restarts))
     longer = gains.longer_s(of.step_s, of.restarts)
     price = Price(BY_NAME["workers_restart"], gains.without(of.step_s, longer), FROM_PARTS, of)
@@ -263,9 +263,9 @@ def _restarts(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _lateness(ranks: Sequence[Profile]) -> Price | None:
-    """Of the slowest rank of several: if it were as fast as the next one.
+    """Return the price of the slowest of several ranks: the gain if it were as fast as the second slowest.
 
-    By steps without exchange, or by the parts of a step in which nobody waits, whichever is less noisy. None where
+    Compares steps without exchange, or the parts of a step in which no rank waits, whichever is less noisy. None if
     ranks wait by design, or neither is known.
     """
     if len(ranks) < 2 or gains.split(ranks):
@@ -276,7 +276,7 @@ def _lateness(ranks: Sequence[Profile]) -> Price | None:
 
 
 def _outside_of_waits(ranks: Sequence[Profile]) -> list[tuple[float, list[float]]]:
-    """By step: seconds of the job, and of each rank outside of backward and exchange. A GPU has its own clock."""
+    """Return for each step the job's seconds, and each rank's outside backward and exchange. Empty on a GPU."""
     if ranks[0].device != "cpu":
         return []
     alone = [k for k in SPANS if k not in ("backward", "exchange", "synchronise")]
@@ -300,48 +300,48 @@ def _late(ranks: Sequence[Profile], taken: list[tuple[float, list[float]]], by: 
 
 
 def _own_code(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    """The script's own lines before the first forward and after it: what they do, the doctor doesn't know.
+    """Yield a finding if the script's own lines, before and after the first forward, take a large part of a step.
 
-    Of several ranks, the one that has least of them: what another one has on top makes it a straggler.
+    Uses the rank with the least of them: what another rank has on top makes it a straggler.
     """
     of = min(ranks, key=own_lines_s)
     own_s = own_lines_s(of)
     gain = gains.without(of.step_s, [own_s] * len(of.step_s))
     if standing(gain) != "gain" or gain.low < OWN_CODE or not of.training.get("forward_seen", True):
-        return  # without a forward, most of these lines may be the model
+        return  # if no forward was seen, most of these lines may be the model
     noted = next((n for n in of.lines if n.kind in OWN and n.line), None)
     line = f", about {ms(noted.ms / 1e3)} of it this one" if noted else ""
     words = {"own": ms(own_s), "line": line, "where": _noted(of, *OWN)}
-    priced = of.device == "cpu"  # a GPU may work meanwhile, and then it costs nothing
+    priced = of.device == "cpu"  # a GPU may work meanwhile, so that it costs nothing
     price = Price(BY_NAME["own_code"], gain if priced else None, FROM_PARTS, of, words)
     yield _finding(price, ranks, SLOW if priced else UNPRICED)
 
 
 def own_lines_s(profile: Profile) -> float:
-    """Per step, by samples of the stack: without the loss, and models that the hooks don't see."""
+    """Return the seconds per step in own lines, by stack sampling, without the loss and models the hooks don't see."""
     return sum(n.ms for n in profile.lines if n.kind in OWN) / 1e3
 
 
 def _growing(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    """Memory that surely grows, and is full before a long training ends: of the first rank that shows it."""
+    """Yield a finding for the first rank whose memory surely grows, and would be full within LONG_TRAINING steps."""
     for f in ranks:
         grows, free = memory_growth(f), f.memory.get("free", 0)
         if gains.enough(grows) and grows.low > 0 and free / grows.low <= LONG_TRAINING:
             tensors, bytes_ = f.memory.get("tensors_growth", 1.0), f.memory.get("tensor_bytes_growth", 0.0)
-            if tensors >= ONE_IN_TWO or bytes_ >= OF_TENSORS * grows.low:  # else the C library may keep memory
+            if tensors >= ONE_IN_TWO or bytes_ >= OF_TENSORS * grows.low:  # else the C library may hold freed memory
                 words = {"grows": grows, "last": free / grows.value}
                 yield _finding(Price(BY_NAME["growing"], None, SEEN, f, words), ranks, RISK)
                 return
 
 
 def memory_growth(profile: Profile) -> Estimate | None:
-    """Bytes per step, with an interval from the run itself; None if it wasn't taken."""
+    """Return the memory's growth in bytes per step, with an interval; None if too few values were taken."""
     steps, series = zip(*profile.memory.get("series") or [[0, 0]], strict=True)
     return gains.growth(series, "B", steps)
 
 
 def _recompiles(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    """By how much the steps that compile are longer than the others."""
+    """Yield a finding if steps compiled: slow if that doesn't end and takes time, otherwise not priced."""
     f = next((f for f in ranks if any(f.compiles)), None)
     if f is None:
         return
@@ -355,7 +355,7 @@ def _recompiles(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def _copies(ranks: Sequence[Profile]) -> Iterator[Finding]:
-    """To a GPU, by its clock: whether a kernel ran beside them isn't known."""
+    """Yield a finding for long copies to a GPU, by its clock. Not priced: kernels may have run at the same time."""
     of = max(ranks, key=lambda f: f.device_s.get("copy", [0.0]))
     [took] = of.device_s.get("copy", [0.0])
     gain = gains.without(of.step_s, [took] * len(of.step_s))
@@ -367,7 +367,7 @@ def _copies(ranks: Sequence[Profile]) -> Iterator[Finding]:
 
 
 def healthy(profiles: Sequence[Profile]) -> list[str]:
-    """What was tried or measured, and is fine, with its numbers."""
+    """Return lines about what was tried or measured and is fine, with its numbers."""
     if not (ranks := with_steps(profiles)):
         return []
     fine = [p for p in prices(ranks) if p.standing == "fine"]
@@ -375,7 +375,7 @@ def healthy(profiles: Sequence[Profile]) -> list[str]:
 
 
 def unknown(profiles: Sequence[Profile]) -> list[str]:
-    """What this run can't say, what wasn't tried and why."""
+    """Return lines about what this run can't show, and what wasn't tried and why."""
     texts = list(dict.fromkeys(text for f in profiles for text in f.unseen))
     if not (ranks := with_steps(profiles)):
         return texts
@@ -396,5 +396,5 @@ def unknown(profiles: Sequence[Profile]) -> list[str]:
 
 
 def ms(seconds: float) -> str:
-    """0.0123 -> "12.3 ms", in the unit that fits."""
+    """Format seconds in the unit that fits: 0.0123 -> "12.3 ms"."""
     return str(Estimate(seconds, seconds, seconds, 1, "s")).split(" [")[0]

@@ -1,10 +1,10 @@
-"""Where a training's step goes, without a change to it: calls of torch are replaced by ones that also take the time.
+"""Time the parts of a step in an unchanged script, by wrapping PyTorch's functions.
 
 Installed as soon as the script has imported torch. Each instant of the main thread belongs to one kind (profile.KINDS);
-what other threads do is not counted. A step ends with the `step` of an optimizer; of several, with that of the last.
+other threads aren't counted. A step ends with an optimizer's `step`; with several optimizers, with the last one's.
 
-Only the outermost modules that hold an optimizer's parameters are called otherwise. torch.compile sees none of it:
-modules inside of these are as they were, and while it traces everything else is, too.
+Of the modules, only the outermost that hold an optimizer's parameters are wrapped. torch.compile sees none of this:
+inner modules are unchanged, and while it traces, everything else is put back.
 """
 
 from __future__ import annotations
@@ -41,51 +41,51 @@ COPIES = ("to", "cuda")
 COLLECTIVES = """all_reduce all_gather all_gather_into_tensor reduce reduce_scatter barrier broadcast
 reduce_scatter_tensor all_to_all all_to_all_single gather scatter send recv all_gather_object broadcast_object_list
 gather_object batch_isend_irecv""".split()
-"""Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
+"""Without isend and irecv: P2POp accepts only torch's own functions. Their time is in the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device", "doctor"}
-"""Kinds within which a wait or a copy is theirs, and no line of the script's."""
+"""Within these kinds, a wait or copy counts as part of them, not as a line of the script."""
 WITHIN_MODELS = OPAQUE | {"forward", "backward"}
-LOOKED_FOR = 6  # Steps after which no more is done to find out which modules the script calls
+LOOKED_FOR = 6  # Steps in which we search for the modules that the script calls
 SCALER = os.path.join("amp", "grad_scaler.py")
-"""Of torch. Its `step` reads from the device whether a gradient is infinite: no script can be without that."""
+"""In torch. Its `step` reads from the device whether a gradient is infinite, which no script can avoid."""
 
 
 class Spans:
-    """Exclusive seconds by kind, of the thread that made it: what is inside of another is not counted twice."""
+    """Exclusive seconds by kind in the thread that created it: a nested kind isn't counted in the outer one."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.stack: list[str] = []  # Always this one
+        self.stack: list[str] = []  # Always the same list: others hold it
         self.restart()
 
     def restart(self) -> None:
         """Begin a step now."""
         self.stack[:] = ["prepare"]
-        self.seconds = dict.fromkeys((*KINDS, "doctor"), 0.0)  # "doctor": what the probes take
+        self.seconds = dict.fromkeys((*KINDS, "doctor"), 0.0)  # "doctor": the probes' time
         self.since = time.perf_counter()
 
     def stop(self) -> None:
-        """Count nothing any more: this is a worker of a DataLoader."""
+        """Stop counting: this process is a fork, such as a DataLoader worker."""
         self.thread = -1
 
     def cut(self) -> dict[str, float]:
-        """The step's seconds by kind up to now; they sum to it."""
+        """Return the step's seconds by kind up to now; they sum to its duration."""
         now = time.perf_counter()
         self.seconds[self.stack[-1]] += now - self.since
         self.since = now
         return self.seconds
 
     def clock(self) -> float:
-        """Seconds that stand still while the probes work; only differences within a step mean something."""
+        """Return a clock in s that stops while the probes work. Only differences within a step are meaningful."""
         return time.perf_counter() - self.seconds["doctor"]
 
     def enter(self, kind: str) -> None:
-        """From here on time is of this kind."""
+        """Count time as `kind` until `leave`."""
         self.cut()
         self.stack.append(kind)
 
     def leave(self) -> None:
-        """Back to what was before."""
+        """Return to the kind before."""
         self.cut()
         if len(self.stack) > 1:
             self.stack.pop()
@@ -93,73 +93,73 @@ class Spans:
 
 @dataclass(eq=False)
 class LoaderUse:
-    """What a DataLoader of the script is for."""
+    """What the script uses a DataLoader for."""
 
     loader: weakref.ref
     purpose: str = ""  # "training" or "evaluation", once a model was called with its batches
-    batch: Any = None  # The last one of a training
-    versions: list[int] = field(default_factory=list)  # How often its tensors had been written to
+    batch: Any = None  # The last training batch
+    versions: list[int] = field(default_factory=list)  # How often its tensors had been written to when it was fetched
 
     @property
     def kind(self) -> str:
-        """Of the time that its batches take."""
+        """The kind that the time for its batches counts as."""
         return "evaluation" if self.purpose == "evaluation" else "data"
 
 
 class Hooks:
-    """Installed by `install`. `on_step(seconds by kind)` is called at the end of each step, and may raise."""
+    """Time the script's steps once installed. `on_step(seconds by kind)` is called after each step, and may raise."""
 
     def __init__(self, folder: str, on_step: Callable[[dict[str, float]], None], probes: Any = None) -> None:
-        """`folder`: of the script; only lines of files in it are noted. `probes`: of labs.doctor.probes, if wanted."""
+        """`folder` holds the script; only lines of its files are recorded. `probes`: a Probes object, if wanted."""
         self.on_step, self.probes = on_step, probes
         self.own = OwnLines(folder)
         self.own_line = self.own.line
         self.spans = Spans()
         if probes is not None:
             probes.scene.spans = self.spans
-        self.recording = False  # Whether lines and device times are noted
+        self.recording = False  # Whether lines and device times are recorded
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
         self.ddp: list[Any] = []
         self.backwards = 0  # Backward passes in this step
-        self.exchanges = 0  # Backward passes in which DDP exchanges gradients, while lines are noted
-        self.loader_starts = 0  # Iterations over a training's DataLoader that began in this step
-        self.restarts = 0  # Of these, those that started its workers anew
+        self.exchanges = 0  # Backward passes in which DDP exchanges gradients, while recording
+        self.loader_starts = 0  # Iterations over a training DataLoader that began in this step
+        self.restarts = 0  # Those of them that restarted its workers
         self.anomaly = False  # Whether autograd's anomaly detection was on in a backward pass
         self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # By id
         self.roots: dict[int, Any] = {}  # Outermost modules that hold parameters of an optimizer, by id
         self.called: set[int] = set()  # Roots that were called with gradients
-        self.forwards: set[types.CodeType] = set()  # Of all modules with parameters: what runs in one is a model
-        self.loader: Any = None  # The DataLoader that batches of the training came from; of several, the last
+        self.forwards: set[types.CodeType] = set()  # Code of the forward() of modules with parameters
+        self.loader: Any = None  # The DataLoader of training batches; of several, the last
         self.writes_batches = False  # Whether the script changes tensors of a batch
         self.device: Any = None
         self.synchronised = True  # Whether a step ends only when the device has done its work
         self._looked = 0
-        self._uses: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Of each DataLoader
-        self._fetched: deque[LoaderUse] = deque(maxlen=8)  # Of the latest batches that no model was called with
+        self._uses: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # LoaderUse by DataLoader
+        self._fetched: deque[LoaderUse] = deque(maxlen=8)  # Of the latest batches, which no model was called with yet
         self._in_batches, self._in_calls = 0, defaultdict(int)
         self._undo = ExitStack()
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
-        self._order: set[int] = set()  # Optimizers that have stepped, and the one whose first step came last:
-        self._boundary = 0
+        self._order: set[int] = set()  # Ids of optimizers that have stepped
+        self._boundary = 0  # The one whose first step came last: it ends a step
         self._stepping: dict[int, list[Any]] = {}
         self._events: list[tuple[str, Any, Any]] = []
         self._optimizer_began: Any = None
-        # What a counterfactual changes, for as long as it lasts
-        self.same_batch = False  # Each batch of the training is the one before
-        self.known_values = False  # A wait gives at once what the same line got in the last step that was noted
+        # Set by a counterfactual while it lasts
+        self.same_batch = False  # Repeat the last training batch
+        self.known_values = False  # Don't wait for a value: return what the same line got in the last recorded step
         self._values: dict[tuple, list[Any]] = {}
         self._given: dict[tuple, int] = defaultdict(int)
 
     # Installing
 
     def install(self) -> None:
-        """Nothing of it asks the driver, not even whether there is a GPU: a script may still want to hide some."""
+        """Wrap PyTorch's functions without touching the GPU driver, because the script may still want to hide GPUs."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data import DataLoader
 
-        if self.probes is not None:  # first: the hooks wrap what it replaces
+        if self.probes is not None:  # first, so that the hooks wrap its replacements
             self.probes.install()
             self._undo.callback(self.probes.remove)
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -178,26 +178,26 @@ class Hooks:
         replaced += [(torch.Tensor, name, self._waiting) for name in WAITS]
         for owner, name, by in replaced:
             original = getattr(owner, name)
-            own = original if name in vars(owner) else None  # else inherited
+            own = original if name in vars(owner) else None  # None: inherited
             self._patches.append((owner, name, own, functools.wraps(original)(by(original))))
         self.put_on()
-        os.register_at_fork(after_in_child=self.spans.stop)  # stays registered: not of self, which knows the loader
+        os.register_at_fork(after_in_child=self.spans.stop)  # can't be undone, so it must not hold self
 
     def remove(self) -> None:
-        """All is as it was before."""
+        """Undo `install`."""
         self.take_off()
         self._undo.close()
 
     def put_on(self, *args: Any) -> None:
-        """What is replaced is again."""
+        """Put the wrappers in place."""
         for owner, name, _, ours in self._patches:
             setattr(owner, name, ours)
 
     def take_off(self, *args: Any) -> None:
-        """Until `put_on`."""
+        """Put the originals back, until `put_on`."""
         for owner, name, original, ours in self._patches:
             if vars(owner).get(name) is not ours:
-                continue  # the script has put something else there, or it is off
+                continue  # the script has replaced it, or it is off already
             if original is not None:
                 setattr(owner, name, original)
             else:
@@ -220,12 +220,12 @@ class Hooks:
     def _trace_begins(self, *args: Any) -> None:
         self.take_off()
         if self._adopted and not self.called and not {"forward", "evaluation"} & set(self.spans.stack):
-            for undo in self._adopted:  # a compiled function calls the models: what is hung onto them would be in it
+            for undo in self._adopted:  # a compiled function calls the models, so it would include their wrappers
                 undo()
             self._adopted, self._looked = [], LOOKED_FOR
 
     def _elsewhere(self) -> bool:
-        """In a thread that is not the script's, in a fork, or while torch.compile reads the program."""
+        """Return whether this is another thread than the script's, a fork, or a trace by torch.compile."""
         return threading.get_ident() != self.spans.thread or torch.compiler.is_compiling()
 
     # Calls
@@ -238,9 +238,9 @@ class Hooks:
             self.spans.leave()
 
     def _noted(self, kind: str, function: Callable) -> Callable:
-        """Time is of `kind`, and the line of the script that calls is noted."""
+        """Wrap a function: its time counts as `kind`, and the script's line that calls it is recorded."""
         name = function.__name__
-        opaque = WITHIN_MODELS if name == "wait" else OPAQUE  # FSDP waits for ranks within a model, by its design
+        opaque = WITHIN_MODELS if name == "wait" else OPAQUE  # FSDP waits for ranks within a model, by design
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.spans.stack[-1] in opaque or self._elsewhere():
@@ -248,7 +248,7 @@ class Hooks:
             to_device = kind == "copy" and self.spans.stack[-1] not in WITHIN_MODELS and args[0].device.type == "cpu"
             begun = self.spans.clock()
             result = (self._on_device if to_device else self._timed)(kind, function, args, kwargs)
-            if self.recording and not (kind == "copy" and result is args[0]):  # it was there
+            if self.recording and not (kind == "copy" and result is args[0]):  # nothing was copied
                 noted = self.lines[(kind, name, *self.own_line(sys._getframe(1)))]
                 noted[0] += 1
                 noted[1] += self.spans.clock() - begun
@@ -257,17 +257,17 @@ class Hooks:
         return call
 
     def _waiting(self, function: Callable) -> Callable:
-        """Of a tensor that is on a GPU the value is waited for; the line is noted for any tensor."""
+        """Wrap a method that waits for a GPU tensor's value. The line is recorded for a CPU tensor as well."""
         noted, stack = self._noted("synchronise", function), self.spans.stack
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if stack[-1] in OPAQUE:  # first: Adam reads a value for each parameter
+            if stack[-1] in OPAQUE:  # first, for speed: Adam reads a value for each parameter
                 return function(tensor, *args, **kwargs)
             if not (self.known_values or self.recording) or self._elsewhere():
                 return noted(tensor, *args, **kwargs)
             if sys._getframe(1).f_code.co_filename.endswith(SCALER):
                 return self._timed("synchronise", function, (tensor, *args), kwargs)
-            if tensor.device.type == "cpu":  # its value is there
+            if tensor.device.type == "cpu":  # its value is ready
                 return noted(tensor, *args, **kwargs)
             key = (function.__name__, *self.own_line(sys._getframe(1)))
             place, known = self._given[key], self._values.setdefault(key, [])
@@ -297,14 +297,14 @@ class Hooks:
         return result
 
     def _observed(self, event: str, *args: Any) -> None:
-        """The probes look, outside the script's time."""
+        """Call the probes' method `event`, outside the script's time."""
         if self.probes is not None and not self.probes.scene.paused:
             self.spans.enter("doctor")
             getattr(self.probes, event)(*args)
             self.spans.leave()
 
     def _on_device(self, kind: str, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Timed by the host's clock, and on a GPU by events on its stream."""
+        """Call a function, timed by the host's clock and, while recording on a GPU, by events on its stream."""
         if not self.marking:
             return self._timed(kind, function, args, kwargs)
         began = self.mark()
@@ -329,7 +329,7 @@ class Hooks:
         return self._uses.get(loader) or self._uses.setdefault(loader, LoaderUse(weakref.ref(loader)))
 
     def _making(self, original: Callable, iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        """Whose batches it gives is noted in torch's own iterator: what a DataLoader returns may be a wrapper of it."""
+        """Mark torch's own iterator with its loader's use: what the DataLoader returns may be a wrapper around it."""
         iterator._doctor_use = self._use_of(loader)
         original(iterator, loader, *args, **kwargs)
 
@@ -354,7 +354,7 @@ class Hooks:
         return list(map(_compat.times_written, tensors_in(batch)))
 
     def _sort(self, training: bool) -> None:
-        """A model is called: what was fetched just before is data of the training, or of the evaluation."""
+        """A model is called: mark the loaders of the batches fetched just before, as training or evaluation data."""
         fetched = [use for use in self._fetched if use.loader() is not None]
         if not training:
             for use in fetched:
@@ -369,7 +369,7 @@ class Hooks:
     # Modules
 
     def _adopt(self, modules: Iterable[Any]) -> None:
-        """Have these modules called through `_call_root`, which is what torch does with a module that is compiled."""
+        """Have these modules called through `_call_root`, by the mechanism of `module.compile()`."""
         for module in modules:
             if id(module) in self.roots:
                 continue
@@ -384,7 +384,7 @@ class Hooks:
         function = compiled or _compat.plain_call(module)
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
-        # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
+        # A reentrant checkpoint calls it without gradients, and every checkpoint calls it again in backward
         training = torch.is_grad_enabled() or any(t.requires_grad for t in tensors_in((args, kwargs)))
         again = self.spans.stack[-1] == "backward"
         self._sort(training)
@@ -402,16 +402,16 @@ class Hooks:
 
     @property
     def samples(self) -> int:
-        """Of this step so far: from its batches; without a DataLoader from the model that was given the most."""
+        """Samples in this step so far, by its batches; without a DataLoader, by the model that was given the most."""
         return self._in_batches or max(self._in_calls.values(), default=0)
 
     @property
     def looking(self) -> bool:
-        """Whether it is still looked for modules that the script calls."""
+        """Whether we still search for modules that the script calls."""
         return self._looked < LOOKED_FOR
 
     def _discover(self) -> None:
-        """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
+        """Adopt the outermost modules with parameters of the optimizers, then the children of those not called."""
         self._looked += 1
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
@@ -420,17 +420,17 @@ class Hooks:
             modules = [m for m in every if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
             self._adopt(m for m in modules if id(m) not in inner)
-            self._fetched.clear()  # by calls that were not seen
+            self._fetched.clear()  # we missed the model calls with them
         within = {id(m) for key in self.called for m in self.roots[key].modules()}
         for key, module in list(self.roots.items()):
             if key not in within and self._looked > 1:
                 self._adopt(c for c in module.children() if any(id(p) in mine for p in c.parameters()))
             wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
-                self._adopt([wrapped])  # DDP: evaluation calls what it wraps
+                self._adopt([wrapped])  # DDP: evaluation may call the module that it wraps
         if not self.looking:
             kinds = {type(m) for m in every if next(m.parameters(), None) is not None}
-            forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
+            forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # ScriptModule: getattr raises
             codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
             self.forwards = {code for code in codes if code is not None}
 
@@ -441,7 +441,7 @@ class Hooks:
             return None
         self.optimizers[id(optimizer)] = optimizer
         begun = self._stepping.get(id(optimizer))
-        if begun and begun[0] in callers(sys._getframe(1)):  # a subclass whose step calls that of its class
+        if begun and begun[0] in callers(sys._getframe(1)):  # a subclass's step that calls its parent's
             begun[1] += 1
             return None
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
@@ -453,7 +453,7 @@ class Hooks:
         return (args[0], *map(self._as_own_code, args[1:])), {name: self._as_own_code(a) for name, a in kwargs.items()}
 
     def _as_own_code(self, argument: Any) -> Any:
-        """A closure that an optimizer is given is the script's, with its forward, its backward and its waits."""
+        """Count the closure that an optimizer is given as the script's code, with its forward, backward and waits."""
         if not callable(argument):
             return argument
         return lambda *args, **kwargs: self._timed(self.spans.stack[0], argument, args, kwargs)
@@ -471,7 +471,7 @@ class Hooks:
             self._events.append(("optimizer", self._optimizer_began, self.mark()))
             self._optimizer_began = None
         self._observed("after_step", optimizer)
-        # Of several optimizers the last ends a step: before, a graph may be there that needs the weights as they are
+        # The last of several optimizers ends a step: before it, a graph may still need the weights as they are
         if self._boundary not in self.optimizers:  # the script dropped it
             self._order = set()
         if id(optimizer) not in self._order:
@@ -488,7 +488,7 @@ class Hooks:
         if self.looking:
             self._discover()
         elif not self.called and self.loader is None:
-            self._sort(training=True)  # no model's call can be seen: what was fetched last
+            self._sort(training=True)  # no model call can be seen: take what was fetched last
         try:
             self.on_step(seconds)
         finally:
@@ -498,12 +498,12 @@ class Hooks:
             self.spans.restart()
 
     def synchronise(self) -> None:
-        """Wait until the device has done what it was given so far. The script itself does not: the wait is ours."""
+        """Wait until the device has finished its queue. Counts as "device", since the script doesn't wait here."""
         if self.device is not None and self.device.type in ("cuda", "xpu", "mps"):
             self._timed("device", torch.accelerator.synchronize, (self.device,), {})
 
     def mark(self) -> Any:
-        """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
+        """Return an event that records when the GPU has finished the work queued so far. None without a GPU."""
         if not self.on_gpu:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -512,16 +512,16 @@ class Hooks:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the training is on a GPU that has marks."""
+        """Whether the model is on a CUDA device, whose events `mark` uses."""
         return self.device is not None and self.device.type == "cuda"
 
     @property
     def marking(self) -> bool:
-        """Whether a GPU's own times are noted."""
+        """Whether a GPU's own times are recorded now."""
         return self.recording and self.on_gpu
 
     def device_seconds(self) -> dict[str, float]:
-        """Of all recorded steps, by kind; after a synchronisation. Empty without a GPU."""
+        """Return the GPU's seconds over all recorded steps, by kind. Synchronise first. Empty without a GPU."""
         found: dict[str, float] = defaultdict(float)
         for kind, begun, ended in self._events:
             found[kind] += begun.elapsed_time(ended) / 1e3
@@ -531,7 +531,7 @@ class Hooks:
     # Lines
 
     def noted_lines(self, steps: int) -> list[Line]:
-        """Costliest first."""
+        """Return the recorded lines with calls and ms per step, costliest first."""
         found = [
             Line(kind, what, file, line, linecache.getline(file, line).strip(), calls / steps, 1e3 * s / steps)
             for (kind, what, file, line), (calls, s) in self.lines.items()
@@ -540,24 +540,24 @@ class Hooks:
 
 
 def length(batch: Any) -> int:
-    """Of the first tensor in it that has a dimension; 0 if there is none."""
+    """Return the length of the batch's first tensor that has a dimension; 0 if there is none."""
     return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
 
 
 def _new_containers(batch: Any) -> Any:
-    """The same tensors in new lists and dicts: a script may take things out of these."""
+    """Return the same tensors in new lists and dicts, from which a script may remove items."""
     return _compat.tree_map(lambda leaf: leaf, batch)
 
 
 def _own_copy(value: Any) -> Any:
-    """A tensor or array may be written into by whoever gets it."""
+    """Copy a tensor or array, which the script may write into. Return anything else as it is."""
     if hasattr(value, "clone"):
         return value.clone()
     return value.copy() if hasattr(value, "__array__") and hasattr(value, "copy") else value
 
 
 def describe(hooks: Hooks, profile: Profile) -> None:
-    """Write into `profile` what the training consists of. Called at the end of a step, below whatever has called it."""
+    """Describe model, loader and trainer in `profile`. Called at a step's end, where the trainer is on the stack."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -578,7 +578,7 @@ def describe(hooks: Hooks, profile: Profile) -> None:
         "buffers": sum(len(list(m.buffers())) for m in ddp if m.broadcast_buffers),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
         "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
-        # Ranks that hold the same model have the same in these two
+        # These two are the same on ranks that hold the same model
         "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
         "weights": weights if math.isfinite(weights) else 0.0,
     }
@@ -601,13 +601,13 @@ def describe(hooks: Hooks, profile: Profile) -> None:
 
 
 def _trainer() -> str:
-    """Whose loop has called down to here: a name in TRAINERS, or "" for a loop of one's own."""
+    """Return the trainer whose loop is on the stack, by its name in TRAINERS; "" for a hand-written loop."""
     modules = [f"{f.f_globals.get('__name__')}." for f in callers(sys._getframe(1))]
     return next((t for prefix, t in TRAINERS.items() if any(m.startswith(f"{prefix}.") for m in modules)), "")
 
 
 def _item_line(hooks: Hooks, dataset: Any) -> str:
-    """Where the script's own __getitem__ returns."""
+    """Return the last line of the dataset's __getitem__, as "file:line  code"; "" if it isn't the script's own."""
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
     if code is None or not hooks.own.owns(code.co_filename):
         return ""

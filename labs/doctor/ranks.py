@@ -1,4 +1,4 @@
-"""Ranks of a training agree on what they do next: through the store that their process group was made with."""
+"""Let ranks agree on what to do next, through the store of their process group."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from labs.kit import _compat
 
-TIMEOUT = timedelta(seconds=30)  # Ranks that take part in this at all have ended the same step
+TIMEOUT = timedelta(seconds=30)  # Enough, because all ranks that take part have just ended the same step
 KEY = "labs.doctor"
 
 
 class Apart(RuntimeError):
-    """Ranks do not take their steps together."""
+    """The ranks don't step together."""
 
 
 def group() -> tuple[int, int] | None:
-    """Rank and number of ranks in torch.distributed's own group; None without one."""
+    """Return (rank, number of ranks) in torch.distributed's default group; None without one."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -27,15 +27,15 @@ def group() -> tuple[int, int] | None:
 
 
 class Ranks:
-    """Every rank makes the same calls in the same order, between the same steps. One rank alone: nothing happens."""
+    """Exchange values between ranks, which must make the same calls in the same order, between the same steps."""
 
     def __init__(self, expected: int) -> None:
-        """`expected`: how many ranks there are, by what has started them."""
+        """`expected`: the number of ranks that the launcher reports."""
         self.expected, self.calls = expected, 0
-        self.alone = False  # Whether others train with this one and the doctor is not in them: nobody is asked
+        self.alone = False  # Whether the other ranks run without the doctor, so that none is asked
 
     def look(self) -> None:
-        """Whether ranks answer that nothing has announced: the script may have started them, or another shell."""
+        """Set `alone` if there are more ranks than expected and they don't answer: the script started them itself."""
         if (group() or (0, 1))[1] > self.expected:
             try:
                 self.each_says(0)
@@ -43,7 +43,7 @@ class Ranks:
                 self.alone = True
 
     def each_says(self, thing: Any) -> list[Any]:
-        """What each rank says, by rank: anything that JSON can hold."""
+        """Return each rank's `thing`, by rank: anything that JSON can hold. Raises Apart if a rank doesn't answer."""
         rank, ranks = (0, 1) if self.alone else group() or (0, 1)
         if ranks == 1:
             return [thing]
@@ -58,11 +58,11 @@ class Ranks:
         return [json.loads(store.get(key).decode()) for key in keys]
 
     def first_says(self, thing: Any) -> Any:
-        """What rank 0 says."""
+        """Return rank 0's `thing`."""
         return self.each_says(thing)[0]
 
     def part(self) -> None:
-        """Nothing is said any more. Rank 0, whose process may be the store's, goes last."""
+        """End the exchange. Rank 0 waits for the others, because its process may host the store."""
         rank, ranks = (0, 1) if self.alone else group() or (0, 1)
         if rank:
             _compat.default_store().set(f"{KEY}/gone/{rank}", "")

@@ -1,4 +1,4 @@
-"""The report: one page in a terminal, all of it as one HTML file without network, and JSON for --compare."""
+"""The report: a page for the terminal, everything in one self-contained HTML file, and JSON for --compare."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ VERSION = 3  # Of the JSON
 COLUMNS = 112
 SHOWN = 4  # Findings on the page: the largest problem, and three more
 SMALL, DIFFERENT = 0.005, 0.10
-"""Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
+"""Shares of a step: parts below SMALL aren't drawn; ranks whose parts differ by DIFFERENT are shown side by side."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Made by `make`, or read by `load`."""
+    """A report, made by `make` or read by `load`."""
 
     profiles: list[Profile]  # Of the ranks that left one
     findings: list[Finding]  # The most severe first
@@ -43,28 +43,28 @@ class Report:
 
     @property
     def seen(self) -> list[Profile]:
-        """Of the ranks whose steps were measured, by rank."""
+        """Profiles of the ranks whose steps were measured, by rank."""
         return with_steps(self.profiles)
 
     @property
     def script(self) -> str:
-        """Name of its file."""
+        """The script's file name."""
         return os.path.basename(self.profiles[0].script) if self.profiles else "the script"
 
     @property
     def problems(self) -> list[Finding]:
-        """What a healthy script doesn't have."""
+        """Findings that a healthy script doesn't have."""
         return [f for f in self.findings if f.kind in (WRONG, SLOW, RISK)]
 
 
 def group_of(profile: Profile) -> tuple[int, int]:
-    """Rank and number of ranks: torch.distributed's, if their number is another than what started the run says."""
+    """Return (rank, number of ranks), by torch.distributed if its number differs from the launcher's."""
     rank, ranks = profile.training.get("group") or (profile.rank, profile.ranks)
     return (rank, ranks) if ranks != profile.ranks else (profile.rank, profile.ranks)
 
 
 def make(profiles: list[Profile], matches: Sequence[Match] = ()) -> Report:
-    """Of the profiles that the ranks of one run have left, and of what was read in its source."""
+    """Make a report from the profiles of one run's ranks, and the matches found in its source."""
     profiles = sorted(profiles, key=lambda f: f.rank)
     return Report(profiles, find(profiles, matches), healthy(profiles), unknown(profiles), plain(provenance()))
 
@@ -73,7 +73,7 @@ def make(profiles: list[Profile], matches: Sequence[Match] = ()) -> Report:
 
 
 def headline(report: Report) -> str:
-    """The first line: the largest problem and where it is, or that there is none."""
+    """Return the first line: the largest problem and where it is, or that there is none."""
     first, texts = next(iter(report.problems), None), TEXTS["headline"]
     failed = any(f.ended == "error" for f in report.profiles)
     if not report.seen and (failed or first is None or first.kind != WRONG):
@@ -100,7 +100,7 @@ def many(n: float, noun: str) -> str:
 
 
 def end_of(profile: Profile) -> str:
-    """How the run of a rank ended, in words."""
+    """Say how the run of a rank ended."""
     text = TEXTS["end"][profile.ended].format(code=profile.exit_code, error=profile.error or "see its output")
     if profile.ended == "error" and "RANK" in text and profile.ranks == 1:
         return f"{text}: start it with torchrun --nproc-per-node 2 -m labs.doctor"
@@ -108,7 +108,7 @@ def end_of(profile: Profile) -> str:
 
 
 def summary(report: Report) -> list[str]:
-    """Lines about the step as a whole, how it was run and how that ended; without a step, what to do about it."""
+    """Return lines on the step as a whole, its ranks and how their runs ended; without steps, a hint what to do."""
     ranks = report.seen
     if not ranks:
         failed = any(f.steps or f.ended == "error" or f.exit_code for f in report.profiles)
@@ -125,9 +125,9 @@ def summary(report: Report) -> list[str]:
 
 
 def parts(profile: Profile) -> list[tuple[str, str, float, float]]:
-    """(kind, its name, mean s per step, share of the step), in the order of a step; what is too small is left out.
+    """Return (kind, its name, mean s per step, share of the step) in a step's order, without parts below SMALL.
 
-    On a GPU they are its own times, and what is left of its step: it waits for the host.
+    On a GPU these are its own times, and "idle" is the rest of its step: other work, or waiting for the host.
     """
     step = statistics.fmean(profile.step_s)
     of = {k: gains.part_s(profile, k) for k in KINDS}
@@ -137,7 +137,7 @@ def parts(profile: Profile) -> list[tuple[str, str, float, float]]:
 
 
 def rank_table(ranks: Sequence[Profile]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of parts in ms for each of at most 8 ranks; no rows if the ranks don't differ."""
+    """Return header and rows of parts in ms, for at most 8 ranks; both empty if the ranks don't differ."""
     step = max(statistics.fmean(f.step_s) for f in ranks)
     of = {k: each for k in KINDS if max(each := [gains.part_s(f, k) for f in ranks]) >= SMALL * step}
     if len(ranks) < 2 or max(max(each) - min(each) for each in of.values()) < DIFFERENT * step:
@@ -148,7 +148,7 @@ def rank_table(ranks: Sequence[Profile]) -> tuple[list[str], list[list[str]]]:
 
 
 def method(report: Report) -> str:
-    """What was used and how the numbers came about; of one rank."""
+    """Describe machine and method, by the first rank's profile."""
     f, p = report.seen[0], report.provenance
     place = [p.get("cpu") or "unknown processor", *map(str, p.get("gpus") or []), f"torch {p.get('torch', '?')}"]
     host = ", ".join(f"{PARTS[k]} {ms(s)}" for k in KINDS if (s := gains.part_s(f, k)))
@@ -168,7 +168,7 @@ def method(report: Report) -> str:
 
 
 def page(report: Report, everything: bool = False) -> str:
-    """At most some 40 lines of 112 columns; `everything`: with --all."""
+    """Return the page: at most about 40 lines of 112 columns, and more with `everything` (--all)."""
     return "\n".join(_lines(report, everything)) + "\n"
 
 
@@ -200,7 +200,7 @@ def _lines(report: Report, everything: bool) -> Iterator[str]:
 
 
 def _step_and_ranks(report: Report) -> Iterator[str]:
-    """Bars of a step's parts, and the ranks side by side if they differ."""
+    """Yield bars for a step's parts, and the ranks side by side if they differ."""
     if ranks := report.seen:
         slowest = max(ranks, key=lambda f: sum(f.step_s))
         yield from ("", f"WHERE A STEP GOES{f' (RANK {slowest.rank})' if len(ranks) > 1 else ''}")
@@ -212,7 +212,7 @@ def _step_and_ranks(report: Report) -> Iterator[str]:
 
 
 def grouped(findings: Iterator[Finding] | Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
-    """One entry for findings of which all but the line is the same."""
+    """Return (finding, its lines), with findings that differ only in the line merged."""
     same: dict[Finding, list[str]] = {}
     for f in findings:
         same.setdefault(replace(f, where="", also=()), []).extend([f.where, *f.also])
@@ -220,7 +220,7 @@ def grouped(findings: Iterator[Finding] | Sequence[Finding]) -> list[tuple[Findi
 
 
 def _entry(number: int, finding: Finding, places: Sequence[str], brief: bool = False) -> Iterator[str]:
-    """`brief`: the headline has said it."""
+    """Yield the lines of one finding; `brief` leaves out what the headline says."""
     notebook = f"; notebook {finding.notebook}" if finding.notebook else ""
     price = f"estimated gain {finding.gain}, " if finding.gain else ""
     yield from wrapped(f"{number}. {finding.kind}, {finding.name}: {price}{finding.by}{notebook}", "  ", "     ")
@@ -231,7 +231,7 @@ def _entry(number: int, finding: Finding, places: Sequence[str], brief: bool = F
 
 
 def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
-    """Lines of the terminal's width, the first of them with another indent than the rest."""
+    """Wrap a text to COLUMNS, with indent `first` for the first line and `rest` for the others."""
     rest = first if rest is None else rest
     text = " ".join(text.split())
     return textwrap.wrap(text, COLUMNS, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
@@ -241,7 +241,7 @@ def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
 
 
 def html(report: Report) -> str:
-    """One file that loads nothing. All text goes through `escape`: a script's stays text."""
+    """Return a page that loads nothing. All text is escaped, so a script's output can't add HTML."""
     command = shlex.join(report.profiles[0].argv) if report.profiles else ""
     texts = {"title": headline(report), "command": command, "text": page(report, everything=True)}
     return string.Template(TEMPLATE.read_text("utf-8")).substitute({k: escape(text) for k, text in texts.items()})
@@ -251,7 +251,7 @@ def html(report: Report) -> str:
 
 
 def save(report: Report, folder: Path) -> tuple[Path, Path]:
-    """report.json and report.html in the folder, which is made. OSError if they cannot be written."""
+    """Write report.json and report.html to `folder`, creating it, and return their paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     row = {"doctor": VERSION} | dataclasses.asdict(report)
     written = write_atomic(folder / "report.json", json.dumps(row, allow_nan=False) + "\n")
@@ -259,7 +259,7 @@ def save(report: Report, folder: Path) -> tuple[Path, Path]:
 
 
 def load(path: str | os.PathLike) -> Report:
-    """A report that was written by `save`. BadInput names the file and what to do about it."""
+    """Read a report that `save` wrote. Raises BadInput, which names the file and what to do about it."""
     try:
         row = parse_json(Path(path).read_bytes())
         if row.pop("doctor") != VERSION:

@@ -1,4 +1,4 @@
-"""Whether a dataset's samples are rows of tensors or arrays that it holds: then one index makes a batch."""
+"""Find out if a dataset's samples are rows of tensors or arrays that it holds, so that one index makes a batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import Subset
 
 BATCHES = 8
-MOST_HELD = 50  # Values of a dataset that are looked at
+MOST_HELD = 50  # Values of a dataset to check
 
 
 def rows_in_memory(dataset: Any) -> Callable[[Any], Any] | None:
-    """What gives all rows of a batch with one index, where a sample is rows of tensors that the dataset holds; or None.
+    """Return a function that makes a batch with one index; None if samples aren't rows of tensors in the dataset.
 
-    That it does is tried on some samples: what is decoded or augmented is no row.
+    Checked on three samples: a decoded or augmented sample is no row.
     """
     dataset = whole(dataset)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or hasattr(dataset, "__getitems__"):
@@ -28,7 +28,7 @@ def rows_in_memory(dataset: Any) -> Callable[[Any], Any] | None:
     draws = torch.get_rng_state().tolist(), random.getstate()
     try:
         chosen = [_held_rows(arrays, dataset[i], i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
-    except Exception:  # the dataset's own: then it isn't so simple
+    except Exception:  # raised by the dataset: its samples aren't plain rows
         return None
     same_draws = draws == (torch.get_rng_state().tolist(), random.getstate())
     if not same_draws or not chosen[0] or chosen.count(chosen[0]) < len(chosen):
@@ -38,7 +38,7 @@ def rows_in_memory(dataset: Any) -> Callable[[Any], Any] | None:
 
 
 def _held_rows(held: list[Any], sample: Any, i: int) -> list[int] | None:
-    """Of which of these arrays each part of the sample is row `i`; in another format, perhaps."""
+    """Return which array has each part of the sample as its row `i`, in any dtype; None if a part is in no array."""
     parts = list(sample.values()) if isinstance(sample, dict) else sample
     parts = parts if isinstance(parts, tuple | list) else [parts]
     parts, rows = ([torch.as_tensor(x).double() for x in of] for of in (parts, [array[i] for array in held]))
@@ -52,14 +52,14 @@ def _held_rows(held: list[Any], sample: Any, i: int) -> list[int] | None:
 
 
 def whole(dataset: Any) -> Any:
-    """Of a part (random_split) the dataset that it is a part of."""
+    """Return the whole dataset that a Subset, as from random_split, is a part of."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
 def by_batch_ms(dataset: Any, batch_size: int | None) -> float | None:
-    """Of one index for each batch, in an order by lot; None if samples are more than rows."""
+    """Return the median time of one index for a batch, in random order; None if samples aren't plain rows."""
     rows = rows_in_memory(dataset) if batch_size else None
     if rows is None:
         return None

@@ -1,8 +1,8 @@
-"""Which step is taken how: some to warm up, some as they are, then counterfactuals in turn with steps as they are.
+"""Plan the steps: some to warm up, some unchanged, then rounds of counterfactuals interleaved with unchanged steps.
 
-A counterfactual's steps stand beside steps as they are in each round, so that a noisy machine decides nothing. Before
-each of its turns model, optimizer and random state are copied, and put back after it: what the script trains goes on
-from steps as they are alone, with other batches of its data. All ranks do the same in the same step: rank 0 says what.
+Each round has both, so a slow phase of the machine affects both. Model, optimizer and random state are copied before a
+counterfactual's turn and restored after it, so the script's training continues from unchanged steps only, with later
+batches of its data. All ranks do the same in the same step, as rank 0 decides.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from labs.doctor.snapshot import StateSnapshot, has_room, of_optimizers
 from labs.kit import _compat
 
 WARM_UP = 5
-MOST_WARM_UP = 40  # While torch.compile goes on compiling
+MOST_WARM_UP = 40  # While torch.compile still compiles
 LEAST_ROUNDS, MOST_ROUNDS = 6, 20  # At least as many as an interval needs
-TURN_S = 0.1  # A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)
+TURN_S = 0.1  # Length of a turn, which has at least one step and at most MOST_STEPS
 MOST_STEPS = 10
-LEAST_STEPS = 5  # Of a turn on a device that works beside the host: between these steps it is not waited for
-BURST_S = 1.0  # For a turn with workers, which give a batch each at about the same time: at most
+LEAST_STEPS = 5  # In a turn on a GPU, which we don't wait for between these steps
+BURST_S = 1.0  # Limit for a turn with workers, whose batches arrive in bursts
 EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
-"""What comes now and then and takes more than this share of the run is to be seen so many times: for that there are
-further steps as they are, within a share of the time for counterfactuals."""
-Steps = Generator[None, dict[str, float], None]  # Takes the next step, and is sent its seconds by kind
+"""A rare part that takes more than COSTLY of the run must be seen EVENTS times. This may take more unchanged steps,
+within EXTRA_SHARE of the time for counterfactuals."""
+Steps = Generator[None, dict[str, float], None]  # Yields before each step, and is sent its seconds by kind
 
 
 def plan(hooks: Hooks, profile: Profile, steps: int, seconds: float, modes: Modes) -> Steps:
-    """All steps that are wanted, noted in `profile`. Ends when they are done. `seconds`: for what is after `steps`."""
+    """Run all stages, recorded in `profile`. `seconds`: time for what comes after the `steps` unchanged steps."""
     profile.seconds = seconds
     profile.not_tried = dict.fromkeys(modes, "the run ended before: let it train longer")
     ranks = Ranks(profile.ranks)
@@ -74,10 +74,10 @@ def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
 
 
 def _as_it_is(hooks: Hooks, profile: Profile, ranks: Ranks, steps: int, extra_s: float) -> Steps:
-    """More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much."""
+    """Measure `steps` unchanged steps, and more within `extra_s` if a rare part is costly."""
     hooks.recording = True
     backwards, samples, marks = 0, 0, [hooks.mark()]
-    hooks.synchronised = marks[0] is None  # a GPU has a clock of its own: it isn't waited for
+    hooks.synchronised = marks[0] is None  # a GPU has its own clock, so we don't wait for it
     done, wanted, graphs = 0, steps, _compat.compiled_graphs()
     while done < wanted:
         spans = yield
@@ -108,7 +108,7 @@ def _between(marks: Sequence[Any]) -> list[float]:
 
 
 def _more_events(profile: Profile) -> int:
-    """Further steps after which each rare thing that costs much has been seen EVENTS times; 0 if there is none."""
+    """Return how many more steps it takes to see each costly rare part EVENTS times; 0 if there is none."""
     rare = [profile.spans_s[kind] for kind in rare_kinds(profile)]
     rare.append([s * (i in profile.restarts) for i, s in enumerate(profile.spans_s["data"])])
     seen = [sum(s > 0 for s in of) for of in rare if sum(of) > COSTLY * sum(profile.step_s)]
@@ -116,29 +116,29 @@ def _more_events(profile: Profile) -> int:
 
 
 class _Interleaved:
-    """Rounds of turns, within a time."""
+    """Rounds with a turn for each mode, within a time limit."""
 
     def __init__(self, hooks: Hooks, profile: Profile, ranks: Ranks, seconds: float, modes: Modes) -> None:
         self.hooks, self.profile, self.ranks, self.modes = hooks, profile, ranks, modes
         self.ends = time.perf_counter() + seconds
-        self.snapshot: StateSnapshot | None = None  # Copies, as long as they are those of the last step as it is
+        self.snapshot: StateSnapshot | None = None  # Valid until the next unchanged step
         self.found: tuple[list[Any], list[Any]] | None = None
         self.step_s, self.steps, self.settle, self.drain = ranks.first_says(self._lengths())
 
     def _lengths(self) -> tuple[float, int, int, int]:
-        """A step in s; steps of a turn that count, and before them; steps after one that took no batches."""
+        """Return a step in s, a turn's steps that count, those before them, and the steps after one without batches."""
         step_s, loader = statistics.median(self.profile.step_s), self.profile.loader
         waits = statistics.fmean(self.profile.spans_s.get("data", [0.0])) > 0.02 * step_s
         steps = max(1 if self.profile.device == "cpu" else LEAST_STEPS, min(MOST_STEPS, round(TURN_S / step_s)))
-        if loader and loader.workers and waits:  # their batches come in bursts of as many
+        if loader and loader.workers and waits:  # their batches arrive in bursts of that many
             steps = max(steps, min(loader.workers, round(BURST_S / step_s)))
         settle = int(step_s < TURN_S or self.profile.device != "cpu")
-        # After steps that took no batches workers have some ready, which a step as it is must first use up
+        # After steps that took no batches, workers have some ready, which must be used up first
         ready = min(loader.workers * loader.prefetch, 1 + settle + steps) if loader else 0
         return step_s, steps, settle, 1 + ready
 
     def all(self) -> Steps:
-        """Rounds, in each of which each that can be tried has a turn."""
+        """Run rounds in which each mode that can be tried has a turn, in random order."""
         draw, round_s, names = random.Random(0), 0.0, [AS_IS, *self._that_can()]
         for done in range(MOST_ROUNDS):
             late = done >= LEAST_ROUNDS and time.perf_counter() + round_s > self.ends
@@ -149,13 +149,13 @@ class _Interleaved:
             for name in self.ranks.first_says(order):
                 turns[name] = []
                 yield from self._turn(name, turns[name])
-            for name, of in turns.items():  # all at once: those of one round stand at one place
+            for name, of in turns.items():  # only whole rounds, so that one round has one index in all modes
                 self.profile.interleaved_s.setdefault(name, []).append(of)
                 self.profile.not_tried.pop(name, None)
             round_s = time.perf_counter() - begun
 
     def _that_can(self) -> list[str]:
-        """On all ranks, within the time, with rounds enough for an interval: the last ones are left out first."""
+        """Return the modes that all ranks can try, with enough rounds within the time. Drops the last ones first."""
         reasons = {mode: why for mode in self.modes if (why := why_not(mode, self.hooks, self.profile))}
         if not has_room(self.hooks, self.profile.local_ranks):
             full = "no memory is left for copies of model and optimizer, to put them back after it"
@@ -167,22 +167,22 @@ class _Interleaved:
         turn = 1 + self.settle + self.steps
         while tried and (need := LEAST_ROUNDS * self.step_s * (turn * (1 + len(tried)) + self.drain)) > have:
             given = self.profile.seconds or 0.0
-            enough = math.ceil(given + 1.2 * (need - have))  # steps don't take the same time again
+            enough = math.ceil(given + 1.2 * (need - have))  # a margin, because steps vary
             self.profile.not_tried[tried.pop()] = f"{given:g} s are too short for it: --seconds {enough}"
         return tried
 
     def _turn(self, mode: str, counted: list[float]) -> Steps:
-        """`counted`: gets the mean step."""
-        self.ranks.each_says(0)  # one that is behind would slow down this turn's first step on others
+        """Run a turn in `mode`, and append its mean step in s to `counted`."""
+        self.ranks.each_says(0)  # a barrier: a rank that is behind would slow down the others' first step
         hooks, spans, starts = self.hooks, [], []
         with self._applied(mode):
-            hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
+            hooks.synchronised = False  # don't wait for a GPU between these steps: the script doesn't either
             try:
                 for _ in range((mode != AS_IS) + self.settle):
                     yield
                 marks = [hooks.mark()]
                 if marks[0] is None:
-                    hooks.synchronise()  # the host's clock begins when the device has nothing left to do
+                    hooks.synchronise()  # start the host's clock when the device is idle
                 for number in range(self.steps):
                     hooks.synchronised = number == self.steps - 1
                     spans.append((yield))
@@ -190,7 +190,7 @@ class _Interleaved:
                     marks.append(hooks.mark())
             finally:
                 hooks.synchronised = True
-        # By a GPU's own clock: the host runs ahead of it. What is rare is in no step
+        # By a GPU's own clock, because the host runs ahead of it. Without rare parts
         rare = [sum(s for kind, s in of.items() if kind in rare_kinds(self.profile)) for of in spans]
         took = [sum(of.values()) for of in spans] if marks[0] is None else _between(marks)
         steps = [max(0.0, s - r) for s, r in zip(took, rare, strict=True)]

@@ -1,6 +1,6 @@
-"""The process in which the script runs: it becomes the script, takes the steps that are wanted, and leaves a profile.
+"""The process in which the script runs: it becomes the script, runs the planned steps, and leaves a profile.
 
-python -m labs.doctor.script_process SETTINGS.json     # started by the doctor, once for each rank
+python -m labs.doctor.script_process SETTINGS.json     # started by the doctor, once per rank
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from labs.kit import as_main
 from labs.kit.supervise import end_with_parent
 
 MOST_SAID = 300  # Characters of an error that are kept
-SAVE_S = 5.0  # Between two saves of rounds: a run that a signal ends loses no more
+SAVE_S = 5.0  # Between saves while interleaving: a run that is killed loses no more
 
 
 class Enough(BaseException):
-    """All is measured. Raised out of an optimizer's step, so that what the script does in `finally` is done.
+    """Everything is measured. Raised from an optimizer's step, so that the script's `finally` blocks run.
 
-    A script that catches it, by `except:`, is ended by its supervisor.
+    If the script catches it, with a bare `except:`, the supervisor ends the script.
     """
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run, in a file."""
+    """Settings of a run for one rank, passed in a file."""
 
     argv: list[str]  # The script and its arguments
     folder: str  # For profile and progress of all ranks
@@ -44,35 +44,35 @@ class Settings:
     local_ranks: int = 1
     steps: int = 30
     seconds: float = 40.0
-    parent: int = 0  # The doctor, with which the script ends; 0: it does not
-    module: str = ""  # Of the script, if it is run by its full name
+    parent: int = 0  # Process id of the doctor, with which the script ends; 0: it doesn't
+    module: str = ""  # The script's full module name, if it is run with -m
 
     def path(self, what: str) -> Path:
-        """The rank's "settings" or "profile" as JSON; "progress": how many steps it has taken; "ended": once it has."""
+        """Return the rank's file: "settings", "profile" (JSON), "progress" (steps so far) or "ended" (at the end)."""
         return Path(self.folder, f"{what}-{self.rank}")
 
     def save(self) -> Path:
-        """As the file that `main` reads."""
+        """Write the file that `main` reads, and return its path."""
         self.path("settings").write_text(json.dumps(asdict(self)))
         return self.path("settings")
 
 
 class ScriptProcess:
-    """A rank that is looked at."""
+    """A rank that is being measured."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.begun = settings, time.perf_counter()
         self.profile = Profile(settings.argv[0], settings.argv, settings.rank, settings.ranks, settings.local_ranks)
         settings.path("progress").write_bytes(b"%12d" % 0)
         with settings.path("progress").open("r+b") as file:
-            self.progress = mmap.mmap(file.fileno(), 12)  # no call of the system in each step
+            self.progress = mmap.mmap(file.fileno(), 12)  # avoids a system call in each step
         self.pid, self.saved = os.getpid(), self.begun
         self.leave_at_once = os._exit
         self.hooks = self.plan = None
 
     def watch(self) -> None:
-        """From the moment that the script has torch."""
-        # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
+        """Install the hooks and start the plan, once the script has imported torch."""
+        # Imported here, because some import torch. Python finds them through the loaded `labs`, not sys.path.
         from labs.doctor.counterfactuals import MODES
         from labs.doctor.hooks import Hooks
         from labs.doctor.probes import Probes
@@ -86,7 +86,7 @@ class ScriptProcess:
         next(self.plan)
 
     def stepped(self, spans: dict[str, float]) -> None:
-        """At the end of each step, within the script."""
+        """Advance the plan at the end of a step, within the script. Raises Enough at the plan's end."""
         profile = self.profile
         profile.steps += 1
         self.progress[:] = b"%12d" % profile.steps
@@ -100,7 +100,7 @@ class ScriptProcess:
             self.save()
 
     def save(self) -> None:
-        """What is known so far."""
+        """Save what is known so far."""
         profile = self.profile
         profile.wall_s = time.perf_counter() - self.begun
         if self.hooks is not None:
@@ -109,18 +109,18 @@ class ScriptProcess:
         self.saved = time.perf_counter()
 
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
-        """The first end is the one that counts; in this process, not in one that the script has forked."""
+        """Record how the run ended and save the profile. Only the first call counts, and none in the script's forks."""
         if os.getpid() != self.pid or self.profile.ended != "running":
             return
         self.profile.ended, self.profile.exit_code, self.profile.error = how, code, error
         if self.plan is not None:
-            with suppress(Exception):  # the script has failed, perhaps in torch: what is known is reported nevertheless
+            with suppress(Exception):  # the script may have failed within torch: still report what is known
                 self.plan.close()
         self.save()
         self.settings.path("ended").touch()
 
     def run(self) -> typing.NoReturn:
-        """Become the script, up to its end; then leave without what Python tidies up: threads may never end."""
+        """Run the script to its end, then exit without Python's cleanup, because threads may never end."""
         after_torch(self.watch)
         os._exit = self._leave
         code = 0
@@ -151,7 +151,7 @@ class ScriptProcess:
 
 
 def after_torch(then: Callable[[], None]) -> None:
-    """Call `then` as soon as torch has been imported: a script may set the environment, or fail, before it does so."""
+    """Call `then` once torch is imported. Before that, the script may still set environment variables, or fail."""
     plain = builtins.__import__
 
     def imported(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
@@ -167,7 +167,7 @@ def after_torch(then: Callable[[], None]) -> None:
 
 
 def _in_one_line(error: BaseException, script: str) -> str:
-    """In one line, with the innermost line of the script's own folder, if one has led there."""
+    """Return the error in one line, with its innermost line in the script's own folder, if there is one."""
     folder = os.path.dirname(os.path.realpath(script)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if os.path.realpath(f.filename).startswith(folder) and "-packages" not in f.filename]
@@ -183,7 +183,7 @@ def main() -> None:
     if settings.parent:
         end_with_parent(settings.parent)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
+        stream.reconfigure(line_buffering=True)  # as in a terminal, so the last lines aren't lost if it is killed
     ScriptProcess(settings).run()
 
 

@@ -1,4 +1,4 @@
-"""Copies of what a counterfactual may change: put back after it, bit for bit."""
+"""Copy what a counterfactual may change, and restore it bit for bit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
 
 class StateSnapshot:
-    """Parameters, buffers, optimizer, learning rate schedule, loss scale and random state, at the end of a step.
+    """Copies of parameters, buffers, optimizer, scheduler, loss scale and random state at the end of a step.
 
-    Not: gradients (a step begins without), the place in the data, other models (a moving average, a teacher) and what
-    else the script counts. `found`: what `of_optimizers` returns.
+    Not copied: gradients (a step begins without them), the position in the data, other models (a moving average, a
+    teacher) and the script's own counters. `found`: what `of_optimizers` returns.
     """
 
     def __init__(self, hooks: Hooks, found: tuple[list[Any], list[Any]]) -> None:
@@ -31,7 +31,7 @@ class StateSnapshot:
         self.tensors = [*_tensors(hooks), *(t for s in scalers for t in _compat.tensors_of_scaler(s))]
         with torch.no_grad():
             self.copies = [t.detach().clone() for t in self.tensors]
-        # The dicts themselves, and what was in them: tensors, lists (LBFGS) and numbers
+        # The dicts themselves, and their contents: tensors, lists (LBFGS) and numbers
         self.dicts = [(d, _own_lists(d)) for d in _dicts(hooks)]
         plain = ({k: copy.copy(v) for k, v in vars(s).items() if isinstance(v, PLAIN)} for s in schedules)
         self.schedules = list(zip(schedules, plain, strict=True))
@@ -41,7 +41,7 @@ class StateSnapshot:
         self.numpy_random = numpy.random.get_state() if numpy else None
 
     def restore(self) -> None:
-        """In place, so that whoever holds a tensor sees it, too."""
+        """Restore in place, so that every reference to a tensor sees it."""
         for holder, values in self.dicts:
             holder.clear()
             holder.update(_own_lists(values))
@@ -59,13 +59,13 @@ class StateSnapshot:
 
 
 def has_room(hooks: Hooks, local_ranks: int) -> bool:
-    """Whether the copies of all ranks of this machine fit into half of what is free: a step needs more at its peak."""
+    """Return whether the copies of this machine's ranks fit into half the free memory; a step's peak needs the rest."""
     needed = sum(t.numel() * t.element_size() for t in map(local, _tensors(hooks)))
     return needed * (1 if hooks.on_gpu else local_ranks) < free_bytes(hooks) / 2
 
 
 def of_optimizers() -> tuple[list[Any], list[Any]]:
-    """The script's gradient scalers and learning rate schedules. Looking for them takes tens of milliseconds."""
+    """Return the script's gradient scalers and schedulers. The search takes tens of milliseconds."""
     from torch.amp import GradScaler
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -74,14 +74,14 @@ def of_optimizers() -> tuple[list[Any], list[Any]]:
 
 
 def _dicts(hooks: Hooks) -> list[dict[str, Any]]:
-    """States and groups of the optimizers."""
+    """Return the optimizers' states and parameter groups."""
     optimizers = list(hooks.optimizers.values())
     states = [s for o in optimizers for s in o.state.values() if isinstance(s, dict)]
     return states + [g for o in optimizers for g in o.param_groups]
 
 
 def _tensors(hooks: Hooks) -> list[Any]:
-    """Parameters, buffers and what the optimizers hold, each once."""
+    """Return parameters, buffers and the optimizers' tensors, each once."""
     held = [t for root in hooks.roots.values() for t in (*root.parameters(), *root.buffers())]
     dicts = _dicts(hooks)
     held += [p for d in dicts for p in d.get("params", ())]

@@ -1,7 +1,7 @@
-"""What no run of some steps can show, read in the source: patterns of a script and its own modules.
+"""Find faults that a run of a few steps can't show, by reading the source of a script and its own modules.
 
-Nothing is imported or run. A rule is silent where the source doesn't settle the matter, or where a trainer's library
-may do the thing itself. Texts are in texts.toml.
+Nothing is imported or run. A rule reports nothing if the source is ambiguous, or if a trainer's library may do the work
+itself. Texts are in texts.toml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Program(ModuleFinder):
 
     def __init__(self, script: Path) -> None:
         super().__init__([str(script.resolve().parent)])
-        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # it is run all the same
+        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the script runs anyway
             self.run_script(str(script))
         self.file_of: dict[ast.AST, str] = {}
         for file in [m.__file__ for m in self.modules.values() if (m.__file__ or "").endswith(".py")][:MOST_FILES]:
@@ -35,13 +35,13 @@ class Program(ModuleFinder):
         self.has_trainer = any(name.partition(".")[0] in TRAINERS for name in (*self.modules, *self.badmodules))
 
     def load_module(self, *args: Any) -> Any:
-        """Read a module; no more than MOST_FILES."""
+        """Read a module. Raises ImportError beyond MOST_FILES modules."""
         if len(self.modules) > MOST_FILES:
             raise ImportError
         return super().load_module(*args)
 
     def named(self, *names: str) -> list[ast.Call]:
-        """Calls whose last name is one of these."""
+        """Return the calls whose last name is one of these."""
         return [c for c in self.calls if _last(c.func) in names]
 
 
@@ -82,7 +82,7 @@ RULES: dict[str, Callable[[Program], Iterator[ast.AST]]] = {
 
 
 def check(script: Path) -> list[Match]:
-    """Return the lines that the rules find."""
+    """Return a match for each line that a rule finds."""
     program = Program(Path(script))
     rules = {} if program.has_trainer else RULES
     return [matched(rule, (program.file_of[n], n.lineno)) for rule, find in rules.items() for n in find(program)]

@@ -1,7 +1,7 @@
-"""Runs the script once in a process of its own; ends it and all that it has started; hands on what was measured.
+"""Run the script once in its own process, end it with everything that it started, and return what was measured.
 
-Under torchrun each rank's process supervises a process for the script. Those of one machine share a folder. The first
-of them waits for the profiles of the others, and reports; the others stay until it has.
+Under torchrun, each rank's process supervises a separate process for the script. The ranks of one machine share a
+folder. The first of them waits for the others' profiles and reports; the others stay until it has.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ main()
 POLL_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FIRST_S, LEAST_S, TIMES_LONGEST = 900.0, 120.0, 10
-"""How long a script may take no step: until the first, after imports and data; between two, at least, and so many times
-the longest that was seen."""
-LEAVE_S = 20.0  # For what a script does in `finally` when all is measured
+"""Time limits without a step: FIRST_S until the first one, after imports and data; then TIMES_LONGEST times the longest
+so far, at least LEAST_S."""
+LEAVE_S = 20.0  # For the script's `finally` blocks, when all is measured
 FOLLOW_S = 15.0  # For a rank to end after another has
-COME_S = 60.0  # For the others' supervisors to begin
+COME_S = 60.0  # For the others' supervisors to start
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
-"""Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
+"""Limit for the temporary folder's path: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 NOT_COPIED = (".git", "__pycache__", "doctor-report*", ".venv")
 TAIL_BYTES, TAIL_LINES = 8192, 20
 
 
 def examine(given: Namespace, place: Place, print_report: Callable[[list[Profile]], None]) -> list[Profile]:
-    """Run the script; `print_report` gets this machine's profiles, in its first rank. All that was made is removed.
+    """Run the script and return its profile; on a machine's first rank, report and return those of all its ranks.
 
-    Returns these; in the other ranks, their own. `given`: what labs.doctor.__main__.options has read.
+    `print_report` gets that list. `given`: what labs.doctor.__main__.options returns. Removes all temporary files.
     """
-    stopped: list[str] = []  # Signals are noted, and end nothing by themselves
+    stopped: list[str] = []  # Signals are only recorded; `watch` acts on them
     for signum in SIGNALS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # else nohup, or a shell's background
             signal.signal(signum, lambda number, frame: stopped.append(signal.Signals(number).name))
     with run_folder(place) as (folder, mark):
         run = Run(given, place, folder, stopped)
@@ -75,9 +75,9 @@ def examine(given: Namespace, place: Place, print_report: Callable[[list[Profile
 
 @contextmanager
 def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
-    """For all that a run needs and writes on this machine; ranks that torchrun has started share one. And a mark.
+    """Yield a folder for a run's files, which ranks of this machine share, and a mark for this rank's processes.
 
-    What has this mark in its environment is ended, and the folder removed, even if this process is killed.
+    Processes with the mark in their environment are ended, and the folder removed, even if this process is killed.
     """
     where = os.path.realpath(tempfile.gettempdir())
     where = where if len(os.fsencode(where)) <= LONGEST_PATH else "/tmp"
@@ -111,7 +111,7 @@ class Run:
         self.begun = time.monotonic()
 
     def start(self, mark: str) -> None:
-        """In a session of its own, with `mark`."""
+        """Start the script in a new session, with `mark` in its environment."""
         (self.folder / "t").mkdir(exist_ok=True)
         env = {**os.environ, supervise.MARK: mark, "TMPDIR": str(self.folder / "t")}
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
@@ -123,7 +123,7 @@ class Run:
             self.process = supervise.start(command, stdin=stdin, stdout=stdout, stderr=stdout, env=env, cwd=cwd)
 
     def watch(self) -> None:
-        """Until the script has ended, or there is a reason to end it."""
+        """Wait until the script ends, or there is a reason to end it: then set `how` and `why`."""
         steps, moved, longest_s = 0, time.monotonic(), 0.0
         while not self.why:
             with suppress(subprocess.TimeoutExpired):
@@ -151,7 +151,7 @@ class Run:
         return 0
 
     def profile(self) -> Profile:
-        """What the script has left, and what it could not know."""
+        """Return the profile that the script left, with what it couldn't know: how it was ended, its last output."""
         place, argv = self.place, self.given.argv
         self.process.wait()
         try:
@@ -160,7 +160,7 @@ class Run:
             profile = Profile(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         profile.steps = max(profile.steps, self._steps())
         cut_short = self.why and self.how != "silent" and not self.settings.path("ended").exists()
-        if profile.ended == "running" or cut_short:  # what it saves while it tries something risky is as of an end
+        if profile.ended == "running" or cut_short:  # it was cut short before it recorded its end
             profile.exit_code = self.process.returncode
             profile.ended, profile.error = (self.how, self.why) if self.why else _death(self.process.returncode)
             profile.wall_s = time.monotonic() - self.begun
@@ -173,7 +173,7 @@ class Run:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since it was written; 0 if it isn't there."""
+    """Return the seconds since a file was written; 0 if it doesn't exist."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -181,16 +181,16 @@ def _age_s(path: Path) -> float:
 
 
 def _death(code: int) -> tuple[str, str]:
-    """How a process ended that had no time to say so, and why."""
+    """Return `ended` and `error` for a process that couldn't record its own end."""
     if code == -signal.SIGKILL:
         return "killed", "ended by SIGKILL: the system does so when memory is exhausted"
-    if -code in SIGNALS:  # srun and scancel may send it to the script, too
+    if -code in SIGNALS:  # srun and scancel may send it to the script as well
         return "stopped", signal.Signals(-code).name
     return "killed", f"ended with exit code {code}, before Python could say why"
 
 
 def copied(folder: Path, place: Place) -> Path:
-    """A copy of the folder that the doctor was started in: the first rank of a machine makes it, the others wait."""
+    """Return a copy of the current folder, which a machine's first rank makes while the others wait."""
     copy, part = folder / "copy", folder / "copy.part"
     if place.local_rank == 0 and not copy.exists():
         shutil.copytree(Path.cwd(), part, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -205,18 +205,18 @@ def copied(folder: Path, place: Place) -> Path:
 
 
 def _final(folder: Path, local_rank: int) -> Path:
-    """Profile of a rank that has ended."""
+    """Return the path of the profile of a rank that has ended."""
     return folder / f"final-{local_rank}.json"
 
 
 def _others(folder: Path, place: Place, stopped: list[str]) -> list[Profile]:
-    """Profiles of the other ranks of this machine. Of those that left none the report says so."""
+    """Return the profiles of this machine's other ranks, without those that left none."""
     until = time.monotonic() + LEAST_S
     come = time.monotonic() + COME_S
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):
-            at_work = supervise.is_at_work(folder, other)  # before the file is looked for
+            at_work = supervise.is_at_work(folder, other)  # read before checking for the file
             if _final(folder, other).exists():
                 found.append(load(_final(folder, other)))
                 missing.discard(other)
@@ -227,7 +227,7 @@ def _others(folder: Path, place: Place, stopped: list[str]) -> list[Profile]:
 
 
 def _wait_for_the_first(folder: Path) -> None:
-    """Until it has reported, and is gone. A rank that ends sooner would have torchrun end the first one."""
+    """Wait until the first rank has reported and left. If this rank ended sooner, torchrun might end the first one."""
     come, at_work = time.monotonic() + COME_S, None
     while at_work is None and time.monotonic() < come:
         at_work = supervise.is_at_work(folder, 0)

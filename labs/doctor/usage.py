@@ -1,8 +1,8 @@
-"""What a rank's process uses while it trains: memory and its growth, threads, and which of the script's own lines run.
+"""Measure what a rank's process uses while it trains: memory and its growth, threads, time in the script's own lines.
 
-A thread looks now and then where the main thread is, in "prepare" and "rest": what calls of torch take, the hooks
-measure. A line's time is its share of the looks, of the time that was measured for these kinds. Where a line runs a
-model that the hooks do not see, as a frozen teacher or model.forward(x), this is no work of the script's own.
+A thread samples the main thread's line in "prepare" and "rest"; the hooks time the calls of torch. A line's time is its
+share of the samples, times the time measured for these kinds. A line that runs a model that the hooks don't see, such
+as a frozen teacher or model.forward(x), doesn't count as the script's own work.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from labs.doctor.profile import Line, Profile
 from labs.kit import host
 
 PERIOD_S, LOOKS, SELDOM = 0.005, 4, 0.1
-"""On average; at random, so that it does not go along with the steps. To wake up takes some 0.1 ms and the GIL: a step
-has no more than LOOKS, and one for ten steps while own lines take less than SELDOM of it, of which nothing is said."""
-FEWEST = 6  # Looks at a line that make it known
+"""Mean time between samples, at random so that it can't match the steps. A wake-up takes about 0.1 ms and the GIL: so a
+step gets at most LOOKS. While own lines take less than SELDOM, too little to report, only one in ten steps gets one."""
+FEWEST = 6  # Samples of a line that it takes to report it
 
 
 class Usage(threading.Thread):
-    """Of this process, from the first step as it is to the last."""
+    """Sample this process, from the first unchanged step to the last."""
 
     def __init__(self, hooks: Hooks, profile: Profile) -> None:
-        """Of a training that `with` describes and begins to look at."""
+        """Sampling starts with the `with` block, which first describes the training."""
         super().__init__(name="doctor", daemon=True)
         self.hooks, self.profile, self.ended = hooks, profile, threading.Event()
         self.seen: Counter[tuple[str, str, int]] = Counter()  # By kind, file and line
@@ -48,7 +48,7 @@ class Usage(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the event is set."""
+        """Sample until `ended` is set."""
         draw = random.Random(0)
         while not self.ended.wait(draw.uniform(0.5, 1.5) * self._period_s()):
             self._look()
@@ -93,12 +93,12 @@ class Usage(threading.Thread):
 
 
 def free_bytes(hooks: Hooks) -> int:
-    """Of the GPU, or of the host within the limit of this process's control group, which kills what exceeds it."""
+    """Return the free memory of the GPU, or of the host within the limit of this process's control group."""
     return torch.cuda.mem_get_info(hooks.device)[0] if hooks.on_gpu else host.container().memory_available_bytes
 
 
 def note_memory(hooks: Hooks, profile: Profile) -> None:
-    """After each step as it is, and after each turn of these, when nothing is kept for a counterfactual."""
+    """Record the memory in use, after an unchanged step or a turn of them, when there is no snapshot."""
     in_use = torch.cuda.memory_allocated(hooks.device) if hooks.on_gpu else _resident()
     profile.memory.setdefault("series", []).append([profile.steps, in_use])
 
@@ -109,14 +109,14 @@ def _statm() -> int:
 
 
 def _resident() -> int:
-    """Bytes of this process in memory, on Linux in a tenth of psutil's time: it is asked in each step."""
+    """Return this process's bytes in memory; on Linux in a tenth of psutil's time, as each step needs it."""
     if not psutil.LINUX:
         return psutil.Process().memory_info().rss
     return int(os.pread(_statm(), 99, 0).split()[1]) * mmap.PAGESIZE
 
 
 def _tensors(hooks: Hooks) -> tuple[int, int]:
-    """How many tensors Python knows, and the bytes of their storages; what only a graph keeps is not among them."""
+    """Return how many tensors Python knows, and their storages' bytes, without those that only a graph keeps."""
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     storages = {}
     for tensor in tensors:
