@@ -177,3 +177,17 @@ def test_reasons_against_each(monkeypatch):
     same_batch, exchange, waits, buffers = MODES
     assert "DataLoader" in reason(same_batch) and "Distributed" in reason(exchange) and "no buffers" in reason(buffers)
     assert "GPU" in reason(waits) and "no line" in reason(waits, "cuda")
+
+
+def test_ddp_sends_buffers_again_after_steps_without_them(tmp_path):
+    hooks = Hooks("/x", lambda spans: None)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        hooks.ddp = [nn.parallel.DistributedDataParallel(nn.BatchNorm1d(4))]
+        for _ in range(2):
+            with MODES["no buffer broadcast"](hooks):
+                assert not hooks.ddp[0].broadcast_buffers
+            assert hooks.ddp[0].broadcast_buffers
+    finally:
+        torch.distributed.destroy_process_group()

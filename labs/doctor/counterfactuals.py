@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from unittest.mock import patch
 
 import torch
@@ -59,10 +59,14 @@ def _no_exchange(hooks: Hooks) -> Iterator[None]:
 
 @contextmanager
 def _no_buffers(hooks: Hooks) -> Iterator[None]:
-    with ExitStack() as stack:
-        for ddp in hooks.ddp:
-            stack.enter_context(patch.object(ddp, "broadcast_buffers", False))
+    before = [(m, m.broadcast_buffers) for m in hooks.ddp]
+    try:
+        for ddp, _ in before:
+            ddp.broadcast_buffers = False
         yield
+    finally:
+        for ddp, on in before:
+            ddp.broadcast_buffers = on
 
 
 Modes = Mapping[str, Callable[[Hooks], AbstractContextManager]]  # By name: the context for steps in this mode
