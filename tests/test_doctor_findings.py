@@ -7,7 +7,7 @@ import pytest
 from doctor_profiles import STARVED, STEP_S, WELL, made
 
 from labs.doctor import compare, estimated_gain, report
-from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, TRAINERS, UNPRICED, WRONG, Match
+from labs.doctor.bottlenecks import BOTTLENECKS, OPTION, RISK, SLOW, TRAINERS, UNPRICED, WRONG, Match, matched
 from labs.doctor.findings import FROM_PARTS, INTERLEAVED, find, healthy, memory_growth, unknown
 from labs.doctor.profile import Line, Loader
 
@@ -205,7 +205,7 @@ def test_memory_that_settles_jumps_or_trembles_does_not_grow():
 def test_memory_that_goes_on_growing_is_told_with_its_rate_if_its_tensors_do():
     growing = memory(lambda i: 1e6 * i, tensors_growth=0.0)
     profile = made(memory={**growing, "tensor_bytes_growth": 9e5})
-    assert names([profile], RISK) == ["growing"] and "full after 1e+03 steps" in find([profile])[0].what
+    assert names([profile], RISK) == ["growing"] and "full after 1e+03 more" in find([profile])[0].what
     assert memory_growth(profile).value == pytest.approx(1e6)
     assert not find([made(memory={**growing, "tensor_bytes_growth": 1e4})])  # the C library's
     assert names([made(memory={**growing, "tensors_growth": 1.0, "tensor_bytes_growth": 4.0})], RISK)  # a graph's
@@ -297,3 +297,10 @@ def test_two_runs_are_compared_by_samples_per_second():
     assert ratio.low <= 2 <= ratio.high and " as fast as before. 640" in compared(before, after).splitlines()[0]
     page = compared(made(), made(step_s=2 * STEP_S, samples=128.0))
     assert "Beware: the batch of a rank was 32.0, now 128.0" in page
+
+
+def test_a_missing_set_epoch_counts_only_if_the_run_made_a_sampler():
+    read = [matched("set-epoch-missing", (__file__, 1))]
+    assert not find([made(WELL)], read)
+    [finding] = find([made(WELL, probes=[{"probe": "_sampled"}])], read)
+    assert finding.name == "set-epoch-missing"

@@ -76,7 +76,8 @@ def find(profiles: Sequence[Profile], matches: Sequence[Match] = ()) -> list[Fin
     ranks = with_steps(profiles)
     probed = merge([p.probes for p in profiles])
     same_order = any("set_epoch" in m.fix for m in probed)  # a probe saw it happen
-    read = [m for m in matches if not (same_order and m.probe == "set-epoch-missing")]
+    unused = ranks and not any(row["probe"] == "_sampled" for p in ranks for row in p.probes)  # no DistributedSampler
+    read = [m for m in matches if not ((same_order or unused) and m.probe == "set-epoch-missing")]
     seen = [(m, BY_PROBE) for m in probed] + [(m, BY_READING) for m in read]
     found = [
         Finding(m.probe, m.what, None, m.where, m.fix, m.notebook, by, WRONG if m.wrong else RISK, tuple(m.also))

@@ -56,6 +56,7 @@ class Data:
         self.looked, self.rarer = 0.0, 1
         self.worker: dict[str, Any] = {}
         self.made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # Lines that create loaders and samplers
+        self.sampled = False  # Whether a DistributedSampler was made
 
     def install(self) -> None:
         """Hook into loaders and samplers. Call it before a loader forks workers, because they inherit the hooks."""
@@ -101,6 +102,7 @@ class Data:
 
     def _note_line(self, _: Any, made: Any, *args: Any, **kwargs: Any) -> None:
         self.made[made] = self.scene.line()
+        self.sampled |= isinstance(made, torch.utils.data.DistributedSampler)
 
     def _sampling(self, sampler: Any) -> None:
         if sampler.shuffle:
@@ -178,7 +180,7 @@ class Data:
         """Return findings about loaders, samplers and workers, and this rank's input digests for `compare`."""
         rows = [json.loads(path.read_text()) for path in Path(self.scene.scratch).glob("worker-*.json")]
         left = [row for row in rows if row["number"] in self.loaders]
-        out = [*self._same_epoch(), *self._workers(left), *self._growth(left)]
+        out = [*self._same_epoch(), *self._workers(left), *self._growth(left), *[{"probe": "_sampled"}] * self.sampled]
         if len(self.inputs) >= 3:
             digests = [digest for _, digest in self.inputs]
             drawn = any(of["training"] for of in self.loaders.values()) or self._draws_rows()
