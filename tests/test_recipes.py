@@ -322,7 +322,19 @@ def test_killed_and_started_again_it_ends_bit_by_bit_the_same(run, start, tmp_pa
 # The recipe that combines what work needs
 
 FULL = ("--cpu", "--log-every", "1", "--batch-size", "1200", "--dropout", "0.2", "--accumulate", "2")
-FULL_RUN = (*FULL, "--steps", "12", "--warmup", "2", "--save-every", "4", "--validate-every", "5")
+FULL_RUN = (
+    *FULL,
+    "--precision",
+    "fp32",
+    "--steps",
+    "12",
+    "--warmup",
+    "2",
+    "--save-every",
+    "4",
+    "--validate-every",
+    "5",
+)
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(0, 4), pytest.param(2, 2, marks=pytest.mark.long)])
