@@ -14,8 +14,8 @@ from machines import TOOLS, Machines, Pod, quoted, slurm
 from processes import HERE, MARK, PYTHON, assert_no_survivors, wait_for
 from test_elastic_restart import trained
 
-from labs import elastic_restart
 from labs.common.checkpoints import load_latest
+from labs.common.checkpoints.resume import differences
 from labs.common.elastic import journal
 from labs.common.elastic.journal import History
 from labs.kit.launch import run_on_ranks
@@ -275,7 +275,7 @@ def test_pods_that_are_killed_come_back(machines, tmp_path):
     whole = [losses for losses, _ in run_on_ranks(trained, 2, str(tmp_path / "whole"), {"epochs": EPOCHS})]
     history = History(journal.read(folder))
     assert len(whole[0]) == STEPS and [history.losses(rank) for rank in (0, 1)] == whole
-    assert elastic_restart.same(load_latest(folder), load_latest(tmp_path / "whole"))
+    assert not list(differences(load_latest(folder), load_latest(tmp_path / "whole")))
 
 
 def wait_for_steps(folder: Path, starts: int) -> History:

@@ -15,6 +15,7 @@ from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, famil
 
 from labs import elastic_restart
 from labs.common.checkpoints import checkpoints, load_latest
+from labs.common.checkpoints.resume import differences
 from labs.common.elastic import journal, train
 from labs.common.elastic.journal import PHASES, History
 from labs.kit.errors import BadInput
@@ -75,9 +76,9 @@ def test_predict_by_hand():
     assert elastic_restart.predict(dataclasses.replace(config, kill_at_step=3))["resumed_at_step"] == 0
 
 
-def test_same_sees_a_single_bit():
+def test_differences_see_a_single_bit():
     a = {"x": [torch.ones(2), (1, "a")]}
-    assert elastic_restart.same(a, {"x": [torch.ones(2), (1, "a")]})
+    assert not list(differences(a, {"x": [torch.ones(2), (1, "a")]}))
     for b in (
         {"x": [torch.tensor([1.0, 1.0 + 2**-23]), (1, "a")]},
         {"x": [torch.ones(2), (1, "b")]},
@@ -85,7 +86,7 @@ def test_same_sees_a_single_bit():
         {"x": [torch.ones(2).double(), (1, "a")]},
         {"x": [torch.ones(2)]},
     ):
-        assert not elastic_restart.same(a, b)
+        assert list(differences(a, b))
 
 
 # Without an agent: two ranks that stop, and are called again
@@ -125,7 +126,7 @@ def test_it_goes_on_where_the_last_good_checkpoint_was_taken(reference, tmp_path
         os.truncate(tmp_path / "step-00000015.pt", 1000)
     again = run_on_ranks(trained, 2, str(tmp_path), {"epochs": 4})
     assert again == [(whole[at:], "") for whole in losses]
-    assert elastic_restart.same(load_latest(tmp_path), load_latest(folder))
+    assert not list(differences(load_latest(tmp_path), load_latest(folder)))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_a_rank_killed_by_hand(torchrun, tmp_path):
     assert len(resumed) == 1 and resumed.pop() % 3 == 0
     whole = run_on_ranks(trained, 2, str(tmp_path / "whole"), {"epochs": 20})
     assert [losses for losses, _ in whole] == [history.losses(0), history.losses(1)]
-    assert elastic_restart.same(load_latest(job.folder), load_latest(tmp_path / "whole"))
+    assert not list(differences(load_latest(job.folder), load_latest(tmp_path / "whole")))
 
 
 @pytest.mark.long

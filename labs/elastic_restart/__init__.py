@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-import torch
 from annotated_types import Ge, Le, Lt
 
 from labs.common.checkpoints import load_latest
+from labs.common.checkpoints.resume import differences
 from labs.common.elastic.journal import History
 from labs.elastic_restart.agent import Agent, elastic_agent
 from labs.kit.errors import require
@@ -107,7 +107,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
                 agent.train(name, _arguments(which, config, rank), forked=which.start != "torchrun", ranks=RANKS)
             )
             states.append(_last_state(agent, name))
-            yield from _outcome(which, histories[-1], same(states[-1], states[0]), rank)
+            yield from _outcome(which, histories[-1], not [*differences(states[-1], states[0])], rank)
             if which.kill_rank >= 0:
                 yield from _restart(which, histories[-1], rank)
             rank.progress(done, len(runs), name)
@@ -135,17 +135,6 @@ def _last_state(agent: Agent, name: str) -> dict[str, Any]:
     found = load_latest(agent.folder(name))
     assert found is not None, "a training that ended without an error has saved"
     return found[1]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two states are equal in every tensor's dtype and values, and in everything else."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def _outcome(which: Run, history: History, equal: bool, rank: Rank) -> Iterator[Record]:
