@@ -312,7 +312,7 @@ def test_a_part_that_is_forgotten_is_named():
         checkpoints.restore({k: v for k, v in state.items() if k != "scaler"}, **whole)
     with pytest.raises(BadInput, match="checkpoint lacks random"):
         checkpoints.restore({k: v for k, v in state.items() if k != "random"}, **whole)
-    with pytest.raises(BadInput, match=r"also holds data, noise: give it to restore\(\), too"):
+    with pytest.raises(BadInput, match=r"also holds data, noise: pass it to restore\(\) as well"):
         checkpoints.restore(state, **{k: v for k, v in whole.items() if k not in ("data", "noise")})
 
 
