@@ -62,6 +62,8 @@ def test_a_task_leaves_its_files_and_a_failed_one_its_log_alone(tmp_path, python
     slow = one(Task("?", 1, 9, command(WRITE, "import time; time.sleep(60)")), tmp_path, limit_s=1.0)
     assert slow.word == "failed" and slow.reason == "stopped after 1 s" and slow.seconds < 15
     assert one(Task("?", 1, 9, command(WRITE), gpus=2), tmp_path).reason == "needs 2 GPUs; here is one"
+    nothing = lambda place, part: [*command("raise SystemExit(1)")(place, part), "--out", part / "t.jsonl"]  # noqa: E731
+    assert one(Task("?", 1, 9, nothing, fine=(0, 1)), tmp_path).word == "failed"
 
 
 def test_a_run_resumes_and_tries_failed_tasks_again(tmp_path, python, monkeypatch, capsys):

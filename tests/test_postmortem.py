@@ -192,6 +192,23 @@ def test_dumps_of_nccl(tmp_path):
 ABORTED = "Fatal Python error: Aborted"
 
 
+def test_a_batch_of_sends_and_receives_is_no_hang(tmp_path):
+    """torch leaves its members "scheduled" for ever; only the entry that closes the batch gets a state."""
+    for r, other in ((0, 1), (1, 0)):
+        batch = [
+            of_nccl(name, 1, 20, state, is_p2p=True, p2p_seq_id=1, collective_seq_id=0)
+            for name, state in (
+                (f"send {r}->{other}", "scheduled"),
+                (f"recv {r}<-{other}", "scheduled"),
+                ("coalesced", "completed"),
+            )
+        ]
+        after = [of_nccl("all_reduce", 1, 10), *[of_nccl("all_reduce", 2, 10, state="started")] * (r == 0)]
+        nccl(tmp_path, r, [*batch, *after])
+    found = told(tmp_path)
+    assert (found.ranks, found.collective, found.line.line) == ((1,), "all_reduce", 10), found
+
+
 def test_ranks_that_nccls_watchdog_aborted_did_not_die_of_themselves(tmp_path):
     """torch dumps, then aborts each process: Python's handler adds the line of each rank."""
     usual = [of_nccl("all_reduce", i, 10) for i in (1, 2, 3)]

@@ -11,6 +11,7 @@ NEEDED = (
     "pandas",
     "psutil",
     "nvidia-ml-py",
+    "pillow",
     "cloudpickle",
     "tyro",
     "typeguard",

@@ -80,7 +80,8 @@ def training_step(workload: Workload, name: Format, way: str, rows: int, device:
         optimizer.zero_grad()
         with amp.precision(name, device):
             loss = workload.loss(module(x), y)
-        scaler.scale(loss).backward()
+        with amp.tf32(name == "tf32"):
+            scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 

@@ -53,12 +53,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         try:
             train(model, rows, rank.device)
         except torch.OutOfMemoryError as error:
-            message, held = str(error), torch.cuda.memory_allocated(rank.device) if on_gpu else 0
+            message = str(error)
+            if on_gpu:  # while `error` keeps the frames alive, and with them the tensors
+                held, snapshot = torch.cuda.memory_allocated(rank.device), _compat.memory_snapshot()
         else:
             rows *= 2
     (config.folder / "message.txt").write_text(message + "\n", encoding="utf-8")
     if on_gpu:
-        snapshot = _compat.memory_snapshot()
         by_line = held_by_line(snapshot)
         (config.folder / "snapshot.pickle.gz").write_bytes(gzip.compress(pickle.dumps(snapshot), mtime=0))
         _compat.record_memory_history(enabled=None)

@@ -135,13 +135,13 @@ def run_task(name: str, task: Task, place: Place, folder: Path, root: Path, limi
     said = log.read_text("utf-8", "replace")
     seconds = time.monotonic() - start
     (folder / f"{name}.log").unlink(missing_ok=True)
-    if code not in task.fine:
+    files = [path for path in sorted(part.rglob("*")) if path.suffix in KEPT and path.stat().st_size]
+    if code not in task.fine or ("--out" in words and not files):
         os.replace(log, folder / f"{name}.log")
         shutil.rmtree(part)
         why = f"stopped after {limit_s:.0f} s" if code is None else f"exit code {code}: {_last_line(said)}"
         return _outcome(name, "failed", why, seconds)
     log.unlink()
-    files = [path for path in sorted(part.rglob("*")) if path.suffix in KEPT and path.stat().st_size]
     measured = [] if place.rehearsal else [r for path in files if path.suffix == ".jsonl" for r in record.load(path)]
     refused = next(filter(None, map(refusal, measured)), None)
     if refused:
@@ -206,7 +206,7 @@ def main() -> None:
         folder = ROOT / "build" / "gpu" / "rehearsal"
         require_elsewhere(config.out)
     else:
-        folder = config.out / machine_folder(gpus, record.provenance()["utc"])
+        folder = (config.out / machine_folder(gpus, record.provenance()["utc"])).absolute()  # tasks run in ROOT
     folder.mkdir(parents=True, exist_ok=True)
     raise SystemExit(run_all([n for n in TASKS if n in (config.only or TASKS)], config, place, folder))
 

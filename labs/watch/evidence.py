@@ -15,7 +15,6 @@ import faulthandler
 import io
 import json
 import linecache
-import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -159,7 +158,9 @@ class Call:
     name: str
     """all_reduce, broadcast, recv, ..."""
     peers: tuple[int, ...]
-    """(source, destination) of a send or receive, by rank in the group."""
+    """(source, destination) of a send or receive, by rank in the group; empty for a batch of them."""
+    is_p2p: bool
+    """Whether it is a send, a receive, or a batch of them."""
     number: int
     """Number of this call in its group, from 1, the same on all ranks. P2P calls are counted separately."""
     record: int
@@ -178,11 +179,6 @@ class Call:
     def own(self) -> tuple[Frame, ...]:
         """Frames of the training code, innermost first. Empty if autograd's thread made the call, as on GPUs."""
         return tuple(f for f in self.frames if f.is_own)
-
-    @property
-    def is_p2p(self) -> bool:
-        """Whether it is a send or a receive."""
-        return bool(self.peers)
 
 
 @dataclass(frozen=True)
@@ -310,8 +306,14 @@ def _ranks(text: Any) -> tuple[int, ...]:
     return tuple(sorted(r for r in found if r <= MOST_RANKS))
 
 
+def _batch(e: dict[str, Any]) -> tuple[str, int]:
+    return str(e["process_group"][0]), int(e["p2p_seq_id"])
+
+
 def _calls(entries: list[dict[str, Any]]) -> Iterator[Call]:
     """Parse the entries: JSON and pickle differ only in tuples and lists."""
+    # torch never updates the sends and receives of batch_isend_irecv: the entry that closes a batch has its state
+    batches = {_batch(e) for e in entries if e.get("is_p2p") and str(e["profiling_name"]).endswith(":coalesced")}
     for place, e in enumerate(entries):
         backend, _, text = str(e["profiling_name"]).rpartition(":")
         name, *meta = text.split(" ")
@@ -324,11 +326,12 @@ def _calls(entries: list[dict[str, Any]]) -> Iterator[Call]:
             backend=backend,
             name=name,
             peers=peers,
+            is_p2p=p2p,
             number=int(e["p2p_seq_id"] if p2p else e["collective_seq_id"]),
             record=place,
             sizes=_plain_tuple(e["input_sizes"]),
             dtypes=tuple(map(str, e.get("input_dtypes", ()))),
-            done=e["state"] == "completed" or bool(e.get("retired")),
+            done=e["state"] == "completed" or bool(e.get("retired")) or (bool(peers) and _batch(e) in batches),
             state=str(e["state"]),
             created_s=1e-9 * int(e.get("time_created_ns") or 0),
             frames=tuple(Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in e.get("frames", ())),
@@ -362,9 +365,9 @@ def _stacks(text: str) -> dict[str, Any]:
     return {"stack": found, "crash": crash[-1] if crash else ""}
 
 
-def clear(folder: Path, rank: int | None = None) -> None:
-    """Remove what earlier ranks, or one of them, wrote to `folder`, so that two runs don't mix."""
+def clear(folder: Path, rank: int | None = None, ranks: int = MOST_RANKS) -> None:
+    """Remove what earlier ranks wrote to `folder`: all, or `rank` and those from `ranks` on, so that runs don't mix."""
     for path in folder.iterdir() if folder.is_dir() else ():
         ours = OURS.fullmatch(path.name) or re.fullmatch(rf"{DUMP_NAME}(\d+)", path.name)
-        if ours and rank in (None, int(ours[1])):
-            os.unlink(path)
+        if ours and (rank in (None, int(ours[1])) or int(ours[1]) >= ranks):
+            path.unlink(missing_ok=True)  # another rank may do the same

@@ -74,7 +74,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the thread before the program loads torch, which reads the recorder's settings once."""
-        evidence.clear(self.folder, self.place.rank)
+        evidence.clear(self.folder, self.place.rank, self.place.ranks)
         if self.place.ranks > 1:
             self.folder.mkdir(parents=True, exist_ok=True)  # torch doesn't create the folder for its dump
             evidence.arm(self.folder, self.place.rank)  # because NCCL's watchdog aborts the process
@@ -124,7 +124,7 @@ class Watchdog:
         if exit_code:
             self.failed = True
             self.board.add("failures", 1)
-        elif all(_ended_well(self.folder / f"rank{r}.end.json") for r in self.place.neighbours):
+        elif all(_ended_well(self.folder / f"rank{r}.end.json") for r in range(self.place.ranks)):
             with suppress(OSError):  # another rank may do the same
                 evidence.clear(self.folder)
                 self.folder.rmdir()
