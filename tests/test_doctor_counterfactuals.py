@@ -166,6 +166,23 @@ def test_a_batch_that_the_script_takes_apart_is_whole_again_and_one_that_it_writ
     assert ("writes into" in facts.not_tried.get("same batch again", "")) == writes
 
 
+def test_the_training_set_may_be_evaluated_in_inference_mode(quick):
+    """Its batches are inference tensors, which have no version counter."""
+    model, loader = classifier(), data()
+
+    def training():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss_of(model(x), y).backward()
+                optimizer.step()
+            with torch.inference_mode():
+                sum(model(x).sum() for x, _ in loader)
+
+    assert len(look_at(training, SAME_BATCH, steps=20).interleaved_s) == 2
+
+
 def test_reasons_against_each(monkeypatch):
     hooks = Hooks("/x", lambda spans: None)
     hooks.called, hooks.device = {1}, torch.device("cpu")

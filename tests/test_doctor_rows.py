@@ -34,6 +34,9 @@ MADE = {
     "text": Rows(lambda rows, i: "a text"),
     "by the batch already": type("Batched", (Rows,), {"__getitems__": lambda rows, i: rows.x[i]})(),
     "it fails": Rows(lambda rows, i: 1 / 0),
+    "a list": list(zip(torch.randn(9, 2), range(9), strict=True)),
+    "a range": range(9),
+    "an array": np.arange(9),
 }
 
 
@@ -46,7 +49,15 @@ def test_rows_of_held_tensors_are_found_and_one_index_gives_a_batch(name):
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_more_than_a_row_is_none(name):
-    assert rows_in_memory(MADE[name]) is None
+    assert by_batch_ms(MADE[name], 8) is None
+
+
+def test_asking_leaves_the_dataset_and_the_random_numbers_as_they_were():
+    """It may open a file when it's first read, which workers that are forked later must not share."""
+    rows = Rows(lambda rows, i: (setattr(rows, "opened", True), rows.x[i] + 0 * torch.rand(()))[1])
+    before = torch.get_rng_state()
+    assert by_batch_ms(rows, 8) is None
+    assert not hasattr(rows, "opened") and torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("own", ["labs.py", "labs/__init__.py", "labs/data.py"])

@@ -225,8 +225,9 @@ class Hooks:
             self._adopted, self._looked = [], LOOKED_FOR
 
     def _elsewhere(self) -> bool:
-        """Return whether this is another thread than the script's, a fork, or a trace by torch.compile."""
-        return threading.get_ident() != self.spans.thread or torch.compiler.is_compiling()
+        """Return whether this is another thread than the script's, a fork, a compiler's trace, or a CUDA graph's."""
+        away = threading.get_ident() != self.spans.thread or torch.compiler.is_compiling()
+        return away or (self.on_gpu and torch.cuda.is_current_stream_capturing())
 
     # Calls
 
@@ -351,7 +352,7 @@ class Hooks:
         return batch
 
     def _versions(self, batch: Any) -> list[int]:
-        return list(map(_compat.times_written, tensors_in(batch)))
+        return list(_compat.times_written(t) for t in tensors_in(batch) if not t.is_inference())
 
     def _sort(self, training: bool) -> None:
         """A model is called: mark the loaders of the batches fetched just before, as training or evaluation data."""
@@ -413,6 +414,7 @@ class Hooks:
     def _discover(self) -> None:
         """Adopt the outermost modules with parameters of the optimizers, then the children of those not called."""
         self._looked += 1
+        known = set(self.roots)  # of a module adopted now, no call can have been seen
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
         every = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
@@ -423,7 +425,7 @@ class Hooks:
             self._fetched.clear()  # we missed the model calls with them
         within = {id(m) for key in self.called for m in self.roots[key].modules()}
         for key, module in list(self.roots.items()):
-            if key not in within and self._looked > 1:
+            if key in known - within:
                 self._adopt(c for c in module.children() if any(id(p) in mine for p in c.parameters()))
             wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
@@ -440,6 +442,7 @@ class Hooks:
         if self._elsewhere():
             return None
         self.optimizers[id(optimizer)] = optimizer
+        self.device = self.device or next((p.device for g in optimizer.param_groups for p in g["params"]), None)
         begun = self._stepping.get(id(optimizer))
         if begun and begun[0] in callers(sys._getframe(1)):  # a subclass's step that calls its parent's
             begun[1] += 1
@@ -456,7 +459,15 @@ class Hooks:
         """Count the closure that an optimizer is given as the script's code, with its forward, backward and waits."""
         if not callable(argument):
             return argument
-        return lambda *args, **kwargs: self._timed(self.spans.stack[0], argument, args, kwargs)
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            if self._optimizer_began is not None:
+                self._events.append(("optimizer", self._optimizer_began, self.mark()))
+            output = self._timed(self.spans.stack[0], argument, args, kwargs)
+            self._optimizer_began = self.mark() if self.marking else None
+            return output
+
+        return own
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self._elsewhere():
@@ -566,7 +577,7 @@ def describe(hooks: Hooks, profile: Profile) -> None:
     hooks.ddp = ddp = list({id(m): m for m in modules if isinstance(m, DistributedDataParallel)}.values())
     parameters = {id(p): p for root in roots for p in root.parameters()}.values()
     with torch.no_grad():
-        weights = sum(float(local(p).sum(dtype=torch.float64)) for p in parameters)
+        weights = sum(float(local(p).sum(dtype=torch.float32 if p.is_mps else torch.float64)) for p in parameters)
     profile.training = {
         "forward_seen": bool(hooks.called),
         "trainer": _trainer(),

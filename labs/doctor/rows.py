@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Subset
 
@@ -20,17 +22,19 @@ def rows_in_memory(dataset: Any) -> Callable[[Any], Any] | None:
 
     Checked on three samples: a decoded or augmented sample is no row.
     """
-    dataset = whole(dataset)
+    dataset = copy.copy(whole(dataset))  # a file that it opens when it is read stays in this copy
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or hasattr(dataset, "__getitems__"):
         return None
-    values = [v for held in vars(dataset).values() for v in (held if isinstance(held, tuple | list) else [held])]
-    arrays = [v for v in values[:MOST_HELD] if hasattr(v, "__array__") and len(v.shape) and len(v) == len(dataset)]
-    draws = torch.get_rng_state().tolist(), random.getstate()
+    held = [v for of in vars(dataset).values() for v in (of if isinstance(of, tuple | list) else [of])][:MOST_HELD]
+    arrays = [v for v in held if hasattr(v, "__array__") and len(getattr(v, "shape", ())) and len(v) == len(dataset)]
+    if not arrays:
+        return None
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         chosen = [_held_rows(arrays, dataset[i], i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
-    except Exception:  # raised by the dataset: its samples aren't plain rows
-        return None
-    same_draws = draws == (torch.get_rng_state().tolist(), random.getstate())
+        same_draws = torch.equal(of_torch, torch.get_rng_state()) and of_python == random.getstate()
+    finally:
+        torch.set_rng_state(of_torch), random.setstate(of_python), np.random.set_state(of_numpy)
     if not same_draws or not chosen[0] or chosen.count(chosen[0]) < len(chosen):
         return None
     held = [arrays[k] for k in chosen[0]]
@@ -60,7 +64,14 @@ def whole(dataset: Any) -> Any:
 
 def by_batch_ms(dataset: Any, batch_size: int | None) -> float | None:
     """Return the median time of one index for a batch, in random order; None if samples aren't plain rows."""
-    rows = rows_in_memory(dataset) if batch_size else None
+    try:
+        return _by_batch_ms(dataset, batch_size) if batch_size else None
+    except Exception:  # a list has no attributes, a dataset may raise anything: its samples aren't plain rows
+        return None
+
+
+def _by_batch_ms(dataset: Any, batch_size: int) -> float | None:
+    rows = rows_in_memory(dataset)
     if rows is None:
         return None
     order, times = torch.randperm(len(whole(dataset)), generator=torch.Generator()), []

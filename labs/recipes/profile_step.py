@@ -77,7 +77,7 @@ def shares(trace):
 
     calls = {bar[4].get("args", {}).get("correlation"): bar[0] for bar in bars if bar[3].startswith("cuda_")}
     device = [bar for bar in bars if bar[3] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    exchange = [bar for bar in bars if bar[2].startswith(("nccl", "gloo:"))]
+    exchange = [bar for bar in device or bars if bar[2].startswith(("nccl", "gloo:"))]
     copies = [bar for bar in device if "HtoD" in bar[2]]
     compute = {name: [] for name in NEXT}
     for bar in device or [bar for bar in host if bar[3] == "cpu_op"]:

@@ -8,6 +8,7 @@
 For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -73,6 +74,8 @@ def save(module, path):
 
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)  # Python 3.14's fork server would outlive os._exit
 
     # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
@@ -187,6 +190,8 @@ def main():
                 break
 
     # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to equalise the parts
+    for buffer in model.module.buffers():  # BatchNorm's statistics have differed since the last forward
+        dist.broadcast(buffer, 0)  # collective
     model.eval()  # no dropout
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions

@@ -15,9 +15,11 @@ What train_ddp_resume.py says about SIGTERM, restarts and bitwise equal runs hol
 For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
+import atexit
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -66,6 +68,13 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, for tr
 def ignore_sigterm(_):
     """Keep the loader's workers alive: torchrun signals them as well, but ranks need them to reach the save."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def end_workers():
+    """Kill the loader's workers: at exit, Python would send the SIGTERM that they ignore, and wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or PyTorch would report them
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 class ResumableSampler(DistributedSampler):
@@ -131,6 +140,9 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # checked where ranks communicate anyway
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)  # SIGTERM would end Python 3.14's fork server
+    atexit.register(end_workers)
 
     # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
@@ -307,7 +319,11 @@ def main():
                 report(f"loss {mean:.10f}  {rate:,.0f} samples/s", loss=mean, lr=lr, samples_per_s=rate)
                 logged, clock = step, time.perf_counter()
             if step % args.validate_every == 0 or step == args.steps:
+                if cuda:
+                    torch.cuda.synchronize()  # queued training steps count in the rate
                 began = time.perf_counter()
+                for buffer in model.module.buffers():  # BatchNorm's statistics have differed since the last forward
+                    dist.broadcast(buffer, 0)  # collective
                 test_loss, accuracy = validate(model.module, test_loader, len(test), autocast, device)
                 report(f"test loss {test_loss:.10f}  accuracy {accuracy:.2%}", test_loss=test_loss, accuracy=accuracy)
                 clock += time.perf_counter() - began  # exclude validation from the rate

@@ -15,7 +15,9 @@ them.
 For your own training, change the two places marked YOUR MODEL and YOUR DATA. Needs only torch and numpy.
 """
 
+import atexit
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -65,6 +67,13 @@ def ignore_sigterm(_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def end_workers():
+    """Kill the loader's workers: at exit, Python would send the SIGTERM that they ignore, and wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or PyTorch would report them
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
 class ResumableSampler(DistributedSampler):
     """Skips the first `done` of this rank's samples without reading them."""
 
@@ -101,6 +110,9 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process immediately, without a traceback
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # checked where ranks communicate anyway
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)  # SIGTERM would end Python 3.14's fork server
+    atexit.register(end_workers)
 
     # Options and data: bad values end the program before it touches a device
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
@@ -251,6 +263,8 @@ def main():
                 break
 
     # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to equalise the parts
+    for buffer in model.module.buffers():  # BatchNorm's statistics have differed since the last forward
+        dist.broadcast(buffer, 0)  # collective
     model.eval()  # no dropout
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions

@@ -162,6 +162,8 @@ def main():
         print(f"peak memory of rank 0: {torch.cuda.max_memory_allocated() / 1e6:,.0f} MB", flush=True)
 
     # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to equalise the parts
+    for buffer in model.module.buffers():  # BatchNorm's statistics have differed since the last forward
+        dist.broadcast(buffer, 0)  # collective
     model.eval()  # no dropout
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of correct predictions

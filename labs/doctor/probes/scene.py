@@ -86,7 +86,8 @@ class Scene(OwnLines):
         """Return whether nothing may be observed: in a counterfactual, another thread, a fork or a compiler's trace."""
         if self.paused or threading.get_ident() != self.thread:
             return True
-        return torch.compiler.is_compiling()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return capturing or torch.compiler.is_compiling()
 
     def forked(self) -> None:
         """Stop observing: this process was forked from the script's."""

@@ -6,7 +6,7 @@ import ast
 import linecache
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -127,9 +127,9 @@ class Validation:
 
     def _summing(self, work: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         if work is None and self.scene.step and self.padded is None:
-            self._look_at_sum(tensor.flatten().tolist() if tensor.numel() <= 16 else [])
+            self._look_at_sum(lambda: tensor.flatten().tolist() if tensor.numel() <= 16 else [])
 
-    def _look_at_sum(self, values: list[float]) -> None:
+    def _look_at_sum(self, read: Callable[[], list[float]]) -> None:
         of = self.data.loaders.get(self.data.last)
         loader = of["loader"]() if of else None
         sampler = getattr(loader, "sampler", None)
@@ -140,9 +140,12 @@ class Validation:
             padded = sampler.total_size
         elif code is not None and self.scene.owns(code.co_filename) and len(sampler) < size:
             padded = len(sampler) * torch.distributed.get_world_size()
-            values, place = values if len(values) > 1 else [], (code.co_filename, code.co_firstlineno)
+            place = code.co_filename, code.co_firstlineno
         else:
             return
+        values = read()  # a GPU's script waits here, so only once it's certain that this is validation
+        if type(sampler).__name__ != "DistributedSampler" and len(values) == 1:
+            values = []
         counted = any(abs(v - padded) < 0.5 for v in values)
         mean = len(values) == 1 and not re.search(r"\[:|mask|valid_|unique", function_text(*place))
         if padded - size > LEAST_PADDED * size and (counted or mean):
@@ -157,7 +160,7 @@ class Validation:
         if getattr(given, "shape", True) and len(given) == sampler.num_samples:
             texts = [function_text(f.f_code.co_filename, f.f_lineno) for f in self.scene.frames()]
             if not any(re.search(r"\[:|mask|unique|set\(", text) for text in texts):
-                self._look_at_sum([sampler.total_size])
+                self._look_at_sum(lambda: [sampler.total_size])
 
     # Findings
 
