@@ -380,6 +380,16 @@ def test_full_killed_and_resumed_has_the_same_weights_and_metrics(run, start, tm
     assert rows[0] == rows[1]
 
 
+def test_an_error_ends_a_rank_with_workers(start, home):
+    """They ignore SIGTERM, by which Python ends them at exit, before it waits for them."""
+    loads = ("worker_init_fn=ignore_sigterm", "worker_init_fn=ignore_sigterm, num_workers=1, persistent_workers=True")
+    fails = ("            step += 1\n", "            step += 1\n            1 / (3 - step)\n")
+    process = start(changed(home, "train_ddp_resume", "train_resume_fails", loads, fails), *RUN, "--checkpoint", "e.pt")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 1 and "step 2/" in out and "step 3/" not in out
+    assert_no_survivors(process.mark)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "workers"), [(0, 0), (2, 0), (2, 1)])
 def test_sigterm_saves_and_ends(run, start, home, tmp_path, ranks, workers):
