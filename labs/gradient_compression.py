@@ -231,7 +231,7 @@ def time_ways(steps: dict[str, Callable[[], None]], config: Config, rank: Rank) 
     """Yield seconds per step for each way and bandwidth."""
     cpu = rank.device.type == "cpu"
     wires = sorted(config.mb_s, reverse=True) if cpu else [wire.NO_PACE]
-    for done, mb_s in enumerate(wires[:: len(wires) - 1] if config.smoke and cpu else wires, start=1):
+    for done, mb_s in enumerate(wires[:: max(1, len(wires) - 1)] if config.smoke and cpu else wires, start=1):
         with wire.slowed(rank, mb_s) if cpu else nullcontext():
             seconds = measure.interleave(steps, 2 if config.smoke else config.rounds, rank.device, between=rank.barrier)
         for way, samples in seconds.items():

@@ -164,7 +164,7 @@ def moments(trainer: Trainer, schedule: str, m: int, config: Config, rank: Rank)
     steps = [with_idle([e for events in step for e in events], rank.world_size) for step in steps]
     case = {"schedule": schedule, "micro_batches": m}
     yield rank.record("idle_share", "1", [idle_share(events, rank.world_size) for events in steps], **case)
-    yield rank.record("idle_share", "1", bubble(rank.world_size, m), kind="modelled", **case)
+    yield rank.record("idle_formula", "1", bubble(rank.world_size, m), kind="modelled", **case)
     if m in (1, config.compare):
         for e in usual(steps):
             yield rank.record(
@@ -286,7 +286,9 @@ def answer(records: Records) -> Iterator[str]:
     yield f"A step on {n} rank{'s' * (n > 1)} by the number of micro-batches ({times}): {best} is best."
     over_one = measure.paired_ratio(records.one("step_s", schedule="single").samples, steps[best].samples)
     yield f"That is {over_one} as fast as one device."
-    measured, modelled = (r.value for r in records.where("idle_share", schedule="1f1b", micro_batches=best))
+    measured, modelled = (
+        records.one(name, schedule="1f1b", micro_batches=best).value for name in ("idle_share", "idle_formula")
+    )
     yield f"A stage then waits for {measured:.0%} of the step; (p-1)/(m+p-1) is {modelled:.0%}."
     most = max(steps)
     gpipe, ours = (records.one("kept_bytes", schedule=s, micro_batches=most, stage=0).value for s in ("gpipe", "1f1b"))

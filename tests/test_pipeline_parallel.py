@@ -60,7 +60,7 @@ def test_moments_fill_the_whole_step_of_every_stage_in_the_schedules_order(run):
             assert all(a.samples[1] <= b.samples[0] + 1e-9 for a, b in itertools.pairwise(own))
             done = [(r.case["part"], r.case["number"]) for r in own if r.case["part"] in ("forward", "backward")]
             assert done == [tuple(a) for a in schedules.SCHEDULES[schedule](stage, p, m)]
-    measured, modelled = run.where("idle_share", schedule="gpipe", micro_batches=4)
+    measured, modelled = (run.one(name, schedule="gpipe", micro_batches=4) for name in ("idle_share", "idle_formula"))
     assert (measured.kind, modelled.value) == ("measured", schedules.bubble(p, 4)) and 0 < measured.value < 1
 
 

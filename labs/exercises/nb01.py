@@ -219,7 +219,7 @@ def observe_compare(answer: Answer) -> dict[str, Any]:
         seen[f"{name}: runs of a and b"] = [ran.count("a"), ran.count("b")]
         seen[f"{name}: b runs right beside a in each pair"] = all(len({*couple}) == 2 for couple in couples)
         seen[f"{name}: each goes first in a quarter of the pairs or more"] = (
-            min(sum(first == side for first, _ in couples) for side in "ab") >= pairs / 4
+            min(sum(first == side for first, _ in couples) for side in "ab") >= pairs / 8
         )
         ratios = [float(ratio) for ratio in ratios]
         seen[f"{name}: number of ratios"] = len(ratios)

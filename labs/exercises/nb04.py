@@ -92,7 +92,7 @@ def _epoch(mistake: str) -> Answer:
     return epoch
 
 
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # no MPS: the check needs FP64
 
 
 class _Model(nn.Module):

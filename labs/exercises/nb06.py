@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import mse_loss
 
@@ -226,9 +227,10 @@ def sharded_step(
     """Take one SGD step of a model that no rank holds whole, with gradients averaged over micro-batches and ranks."""
     with torch.device("meta"):
         model = build()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,9 +251,10 @@ def _answer_with(
         with torch.device("meta"):
             model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks if blocks else ():
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         model.to_empty(device="cpu")
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         if not optimizer_first:

@@ -171,7 +171,7 @@ def cores(facts: Facts) -> Check:
     detail = f"{c.cores} usable (affinity {len(c.affinity)}{quota})"
     if c.cores >= 2 or facts.gpus_for_torch >= 2:
         return Check("CPU cores", "pass", detail)
-    remedy = "give the container 2 cores (docker run --cpus 2), or run notebooks with NPROC = 1"
+    remedy = "give the container 2 cores (docker run --cpuset-cpus 0,1), or run notebooks with NPROC = 1"
     return Check("CPU cores", "warn", detail + ": two ranks would share one core", remedy)
 
 

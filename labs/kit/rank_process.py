@@ -25,8 +25,9 @@ from typing import Any
 
 # Some are only preloaded: those that the agent needs in each rank, DDP, and those of make_config.
 import cloudpickle
+import torch
 import torch.distributed.elastic.multiprocessing
-import torch.nn.parallel  # noqa: F401
+import torch.nn.parallel
 import typeguard  # noqa: F401
 
 from labs.kit import _compat, fork_server, measure, record, supervise  # noqa: F401
@@ -199,6 +200,7 @@ class RunFunction:
         know_cells(self.cells)
         if rank.device.type == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so the function can't take a GPU that another rank uses
+            torch.accelerator.current_accelerator = lambda check_available=False: None  # nor a Mac's: gloo has no MPS
         return self.function(*self.args)
 
 

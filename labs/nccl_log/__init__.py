@@ -54,7 +54,9 @@ def all_reduce_sweep(gpus: int) -> tuple[record.Records, str]:
             how = f"took more than {timeouts.LAUNCH_S:g} s" if code is None else f"ended with exit code {code}"
             raise RuntimeError(f"the sweep {how}: run {' '.join(['python', *command[1:]])} in a terminal to see why")
         logs = sorted(Path(folder).glob("nccl.*.txt"))
-        return record.load(file), "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+        from labs.kit.notebook import Results  # with matplotlib, which the command doesn't need
+
+        return Results(record.load(file)), "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
 
 
 def answer(log: str, topology: str = "") -> Iterator[str]:

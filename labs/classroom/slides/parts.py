@@ -21,6 +21,7 @@ TABLE_CHARACTERS = 1200
 REMARK_CHARACTERS = 350  # a text this short stays with the result it describes
 FOLDED = re.compile(r"<details\b[^>]*>\s*<summary>(.*?)</summary>.*?</details>", re.DOTALL)
 CHECKED = re.compile(r"""^check\(\s*["']([\d.]+)["']""", re.MULTILINE)
+ANSWERS = re.compile(r"\.reveal\(|launch\(|run_on_ranks\(|show_figure\(")
 
 
 def parts_of(cells: list[NotebookNode], solved: set[str]) -> list[NotebookNode]:
@@ -51,6 +52,8 @@ def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
     if CHECKED.search(cell.source) or "TODO" in cell.source or "predict(" in cell.source:
         yield _typed(new_code_cell(cell.source), "-")
         yield from (_solution(i) for i in CHECKED.findall(cell.source) if i in solved)
+        if "predict(" in cell.source and ANSWERS.search(cell.source):  # never beside the question
+            yield from (_typed(part, "subslide") for part in _results(cell.outputs))
     elif "launch(" in cell.source or "run_on_ranks(" in cell.source:
         progress = [
             o for o in cell.outputs if 'class="labs-progress"' in "".join(o.get("data", {}).get("text/html", ""))

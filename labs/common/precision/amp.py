@@ -110,7 +110,12 @@ def whole_batch_step(
         return bf16_step(model, loss_fn, *batch, optimizer)
     if name in LOWERED:
         return fp16_step(model, loss_fn, *batch, optimizer, scaler)
-    return train_step(model, loss_fn, [tuple(batch)], optimizer, name, scaler)
+    with tf32(name == "tf32"):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
 
 
 def train_step(
