@@ -121,6 +121,7 @@ def observe_rank_loader(answer: Callable[..., DataLoader]) -> dict[str, Any]:
         "a second run with the same seed repeats the first": again == rows[0, 0],
         "another seed gives another order": [i for i, _, _ in other] != read[0, 0],
         "another seed gives other draws": not {x for _, x, _ in other} & set(draws[0, 0]),
+        "another seed gives other draws from torch": not {t for *_, t in other} & {t for *_, t in rows[0, 0]},
     }
 
 

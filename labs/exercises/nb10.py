@@ -247,7 +247,11 @@ def _locate_on_rank(answer: Answer) -> dict[str, Any]:
             f"{name}: sample": int(sample),
             f"{name}: at most {math.ceil(math.log2(samples)) + 3} forward passes": len(passes)
             <= math.ceil(math.log2(samples)) + 3,
-            f"{name}: hooks left on modules": sum(len(m._forward_hooks) for m in model.modules()),
+            f"{name}: hooks left on modules": sum(
+                len(hooks)
+                for m in model.modules()
+                for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)
+            ),
         }
     return seen
 
