@@ -89,8 +89,8 @@ def _read_file(path: Path, learner: Learner) -> None:
     elif topic in ("predictions", "outcomes"):
         rows = [json.loads(line) for line in path.read_bytes().splitlines()]
         check, into = (_prediction, learner.predictions) if topic == "predictions" else (_outcome, learner.outcomes)
-        undecided = [row for row in rows if topic == "predictions" and row.get("predicted", 0) is None]
-        into += [check(row) for row in rows if "provenance" not in row and row not in undecided]
+        # A prediction of None is undecided
+        into += [check(row) for row in rows if "provenance" not in row and row.get("predicted", 0) is not None]
     elif path.suffix != ".jsonl":  # other .jsonl files are records of launches, for the learner
         raise ValueError("not one of the course's files")
 

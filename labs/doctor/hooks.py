@@ -352,7 +352,7 @@ class Hooks:
         return batch
 
     def _versions(self, batch: Any) -> list[int]:
-        return list(_compat.times_written(t) for t in tensors_in(batch) if not t.is_inference())
+        return [_compat.times_written(t) for t in tensors_in(batch) if not t.is_inference()]
 
     def _sort(self, training: bool) -> None:
         """A model is called: mark the loaders of the batches fetched just before, as training or evaluation data."""
