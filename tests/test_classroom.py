@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
         own = folder / name
         own.mkdir(exist_ok=True)
         if k:
-            write_lines(own / "predictions-1.jsonl", pair(9.0, 1.0), pair(k / 4, 1 + k / 10, LATE))
+            write_lines(own / "predictions-1.jsonl", pair(None, 1.0), pair(9.0, 1.0), pair(k / 4, 1 + k / 10, LATE))
         last = outcome("passed", "", LATE) if k < 8 else outcome("not yet", "the shards overlap", LATE)
         write_lines(own / "outcomes-1.jsonl", outcome("not yet", "the shards overlap"), last)
         report = {
